@@ -1,0 +1,1 @@
+"""Microbenchmarks of kvarn's ops: ``python -m bench`` (see docs/benchmarks.md)."""

@@ -1,0 +1,116 @@
+"""Timing: medians over rotating inputs, so that no call finds its data in a cache.
+
+A routine hands over one callable per input set. The sets together exceed twice the last-level
+cache, calls go round them, and so every call reads memory. On a GPU each callable becomes a CUDA
+graph and is timed by device events around its replay; on a CPU by the clock of the process.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], object]
+
+#: Never fewer timed calls than this (bench.md); `--quick` lowers it and says so in the results.
+MIN_RUNS = 50
+MIN_SECONDS = 0.5
+MAX_SECONDS = 8.0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds per call."""
+
+    median: float
+    p10: float
+    p90: float
+    runs: int
+
+
+def cache_bytes(device: torch.device) -> int:
+    """The bytes of the last-level cache that a cold measurement has to displace."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    return _cpu_cache_bytes()
+
+
+def input_sets(bytes_per_set: int, device: torch.device) -> int:
+    """How many input sets a cold measurement needs: together more than twice the cache."""
+    return max(2, 2 * cache_bytes(device) // max(bytes_per_set, 1) + 1)
+
+
+def time_calls(
+    calls: Sequence[Call], device: torch.device, *, quick: bool = False
+) -> Timing:
+    """Median, p10 and p90 of the time of one call, in microseconds."""
+    min_runs = 10 if quick else MIN_RUNS
+    min_seconds = 0.1 if quick else MIN_SECONDS
+    one = _cuda_timer(calls, device) if device.type == "cuda" else _cpu_timer(calls)
+    for i in range(min(len(calls), 3)):
+        one(i)
+    times: list[float] = []
+    start = time.perf_counter()
+    while True:
+        times.append(one(len(times) % len(calls)))
+        seconds = time.perf_counter() - start
+        if (
+            len(times) >= min_runs and seconds >= min_seconds
+        ) or seconds >= MAX_SECONDS:
+            break
+    times.sort()
+    deciles = (
+        statistics.quantiles(times, n=10, method="inclusive")
+        if len(times) > 1
+        else times * 9
+    )
+    return Timing(statistics.median(times), deciles[0], deciles[-1], len(times))
+
+
+def _cpu_timer(calls: Sequence[Call]) -> Callable[[int], float]:
+    def one(i: int) -> float:
+        start = time.perf_counter_ns()
+        calls[i]()
+        return (time.perf_counter_ns() - start) / 1e3
+
+    return one
+
+
+def _cuda_timer(calls: Sequence[Call], device: torch.device) -> Callable[[int], float]:
+    graphs = []
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.synchronize(device)
+    for call in calls:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            call()
+        graphs.append(graph)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def one(i: int) -> float:
+        begin.record()
+        graphs[i].replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3
+
+    return one
+
+
+def _cpu_cache_bytes() -> int:
+    """The size of the largest cache that Linux reports; 32 MiB where it reports none."""
+    from pathlib import Path
+
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        scale = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 1)
+        sizes.append(int(text.rstrip("KMG")) * scale)
+    return max(sizes, default=32 << 20)

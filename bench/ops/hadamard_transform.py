@@ -1,0 +1,62 @@
+"""hadamard_transform: reads and writes every element once; the ceiling is a copy."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from bench.harness import input_sets
+from bench.routine import Case, Prepared, relative_error
+from kvarn import Format, ops, reference
+
+
+class _Routine:
+    op = "hadamard_transform"
+
+    def cases(self, device: torch.device, quick: bool) -> list[Case]:
+        if device.type == "cpu":
+            shapes = [(1 << 16, 128), (1 << 15, 256), (1 << 17, 64)]
+        else:
+            shapes = [(1 << 20, 128), (1 << 18, 256), (1 << 21, 64), (1 << 16, 1024)]
+        return [
+            {"shape": list(s), "dtype": "float16"}
+            for s in (shapes[:1] if quick else shapes)
+        ]
+
+    def prepare(self, case: Case, fmt: Format | None, device: torch.device) -> Prepared:
+        dtype = getattr(torch, case["dtype"])
+        rows, dim = case["shape"]
+        num_bytes = 2 * rows * dim * dtype.itemsize
+        sets = input_sets(num_bytes, device)
+        inputs = [
+            torch.randn(rows, dim, device=device, dtype=dtype) for _ in range(sets)
+        ]
+        outputs = [torch.full_like(x, math.nan) for x in inputs]
+        matrix = reference.hadamard_matrix(dim).to(device, dtype)
+
+        def error() -> float:
+            ops.hadamard_transform(inputs[0], out=outputs[0])
+            return relative_error(
+                outputs[0], reference.hadamard_transform(inputs[0].double())
+            )
+
+        return Prepared(
+            calls=[
+                lambda x=x, y=y: ops.hadamard_transform(x, out=y)
+                for x, y in zip(inputs, outputs, strict=True)
+            ],
+            error=error,
+            max_error=2e-3 if dtype is torch.bfloat16 else 4e-4,
+            bytes=num_bytes,
+            ceiling="copy",
+            peers={
+                "matmul with H": [
+                    lambda x=x, y=y: torch.matmul(x, matrix, out=y)
+                    for x, y in zip(inputs, outputs, strict=True)
+                ]
+            },
+        )
+
+
+ROUTINE = _Routine()
