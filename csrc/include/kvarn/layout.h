@@ -16,6 +16,8 @@
 
 #include <cstdint>
 
+#include "kvarn/variants.h"
+
 #if defined(__CUDACC__)
 #define KVARN_HD __host__ __device__
 #else
@@ -45,13 +47,13 @@ struct Format {
   }
 };
 
-constexpr KVARN_HD bool valid_bits(int bits) {
-  return bits == 2 || bits == 3 || bits == 4 || bits == 8;
+#define KVARN_OR_EQUALS(n) || x == n
+constexpr KVARN_HD bool valid_bits(int x) { return false KVARN_FOR_EACH_BITS(KVARN_OR_EQUALS); }
+constexpr KVARN_HD bool valid_group(int x) { return false KVARN_FOR_EACH_GROUP(KVARN_OR_EQUALS); }
+constexpr KVARN_HD bool valid_head_dim(int x) {
+  return false KVARN_FOR_EACH_HEAD_DIM(KVARN_OR_EQUALS);
 }
-constexpr KVARN_HD bool valid_group(int group) { return group == 64 || group == 128; }
-constexpr KVARN_HD bool valid_head_dim(int dim) {
-  return dim == 64 || dim == 128 || dim == 256 || dim == 512;
-}
+#undef KVARN_OR_EQUALS
 constexpr KVARN_HD bool valid(const Format& f) {
   return valid_bits(f.key_bits) && valid_bits(f.value_bits) && valid_group(f.group) &&
          valid_head_dim(f.head_dim);

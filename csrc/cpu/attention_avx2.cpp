@@ -1,0 +1,7 @@
+#include "cpu/isa.h"
+#ifdef KVARN_CPU_X86
+#pragma GCC target("avx2,fma,f16c")
+#define KVARN_ISA avx2
+#define KVARN_ISA_AVX2 1
+#include "cpu/attention_kernels.h"
+#endif

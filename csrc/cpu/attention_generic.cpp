@@ -1,0 +1,2 @@
+#define KVARN_ISA generic
+#include "cpu/attention_kernels.h"

@@ -1,0 +1,2 @@
+#define KVARN_ISA generic
+#include "cpu/encode_kernels.h"

@@ -1,0 +1,51 @@
+"""Which operators there are, and where they run."""
+
+from __future__ import annotations
+
+import torch
+
+from kvarn import _load
+
+OPS = (
+    "append_kv", "decode_attention", "decode_workspace_bytes", "dequantize_tiles", "gather_kv",
+    "hadamard_transform", "merge_states", "pack_bits", "pack_records", "quantize_tiles",
+    "seal_blocks", "unpack_bits", "unpack_records", "variance_normalize",
+)  # fmt: skip
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+#: The largest head dimension of the paged ops on CUDA; the CPU has no limit of its own.
+MAX_CUDA_HEAD_DIM = 256
+
+
+def ops_of(dispatch_key: str) -> frozenset[str]:
+    """The operators that have a kernel for a dispatch key, "CPU" or "CUDA"."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return frozenset(op for op in OPS if has_kernel(f"kvarn::{op}", dispatch_key))
+
+
+CUDA_OPS = ops_of("CUDA")
+
+
+def model_dtypes(device_type: str) -> tuple[torch.dtype, ...]:
+    """What queries, keys, values and staged pages may be."""
+    return FLOATS if device_type == "cpu" else FLOATS[:2]
+
+
+def dtype_names(dtypes: tuple[torch.dtype, ...]) -> str:
+    """ "float16, bfloat16 or float32"."""
+    *most, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def why_missing(device: torch.device) -> str | None:
+    """Why not all operators run on a device, or None."""
+    if reason := _load.why_unavailable(device.type):
+        return reason
+    if device.type != "cuda":
+        return None
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    if missing := sorted(set(OPS) - CUDA_OPS):
+        return f"this version of kvarn has no CUDA kernels for {', '.join(missing)}"
+    return None

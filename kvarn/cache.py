@@ -1,0 +1,626 @@
+"""`PagedCache`: the life of blocks on top of `kvarn.ops`, as an example of how an engine uses them.
+
+The tensors, per layer: ``cache[layer]`` uint8 [num_blocks, Hkv, record_bytes], ``staging[layer]``
+[num_slots, 2, Hkv, G, D] in the model's type. For all layers: ``block_slot`` int32 [num_blocks].
+A sequence has the same block ids and staging slots in every layer. The bookkeeping is done on the
+host (`kvarn._blocks`), which knows all lengths; nothing waits for the device but an export that is
+asked to.
+
+    step = cache.plan([(seq, num_new_tokens), ...])
+    for layer in range(num_layers):
+        out = cache.attend(step, layer, q, key, value)
+    cache.commit(step)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvarn import _host, ops
+from kvarn._blocks import BlockPool, CacheFull, Copy, HeldSequence, Request, Schedule, Seal
+from kvarn.format import Format, is_supported
+
+__all__ = ["CacheFull", "PagedCache", "SequenceState", "Step", "Wave"]
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Tokens of a step that see the same state of every block: the arguments of the ops.
+
+    Attributes:
+        rows: which tokens of the step: a slice, or int64 [T'].
+        slot_mapping: int64 [T'], block * G + row of each token.
+        block_table: int32 [B', max_blocks], of the sequences that have tokens in this wave.
+        seq_lens: int32 [B'], their lengths, the tokens of this wave included.
+        cu_query_lens: int32 [B' + 1], or None when every sequence has one token.
+        max_seq_len: the greatest of seq_lens, on the host.
+        block_slot: int32 [num_blocks], as it is for this wave.
+        seals: int64 (slots, blocks) to seal before the wave's tokens are appended; or None.
+    """
+
+    rows: slice | Tensor
+    slot_mapping: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    cu_query_lens: Tensor | None
+    max_seq_len: int
+    block_slot: Tensor
+    seals: tuple[Tensor, Tensor] | None
+
+
+@dataclass
+class Step:
+    """What `PagedCache.plan` returns: new tokens of some sequences, with blocks and slots assigned.
+
+    Attributes:
+        num_tokens: T, the tokens of all sequences, one sequence after the other.
+        requests: (seq, num_tokens, draft) of each sequence.
+        waves: one for a decode step; one for every block a prompt runs through.
+    """
+
+    num_tokens: int
+    requests: list[Request]
+    waves: list[Wave]
+    _waves_done: list[int] = field(default_factory=list)  # per layer
+
+
+@dataclass(frozen=True)
+class SequenceState:
+    """A sequence outside of a cache (`PagedCache.export_sequence`); it can be pickled.
+
+    Attributes:
+        fmt: the format of the records.
+        layout_version: of the records.
+        length: tokens.
+        staged: for each block, whether it is in `pages` (else in `records`).
+        records: uint8 [layers, records, Hkv, record_bytes].
+        pages: [layers, staged blocks, 2, Hkv, G, D], dtype of the staging pool.
+    """
+
+    fmt: Format
+    layout_version: int
+    length: int
+    staged: tuple[bool, ...]
+    records: Tensor
+    pages: Tensor
+
+
+class PagedCache:
+    """Keys and values of many sequences in blocks of G tokens, packed once they are old enough.
+
+    Args:
+        fmt: format of the records.
+        num_layers: attention layers; all have the same number and dimension of heads.
+        num_kv_heads: KV heads here (with tensor parallelism: those of this rank).
+        num_blocks: blocks of the cache, shared by all sequences.
+        num_slots: 16-bit pages of the staging pool. A sequence uses at most
+            ``sink_blocks + recent_blocks + 1``, one more while drafts reach into a new block.
+        dtype: of keys and values: float16 or bfloat16, on the CPU float32 too.
+        device: of all tensors.
+        sink_blocks: first blocks of a sequence that stay in 16 bits.
+        recent_blocks: newest full blocks of a sequence that stay in 16 bits.
+        fit, iterations: how tiles are quantized, see `kvarn.ops.seal_blocks`.
+
+    Attributes:
+        cache: per layer, uint8 [num_blocks, Hkv, record_bytes].
+        staging: per layer, [num_slots, 2, Hkv, G, D].
+        block_slot: int32 [num_blocks], the staging slot of a block or -1.
+
+    Raises:
+        ValueError: for an argument out of range, or a format that cannot run here.
+    """
+
+    def __init__(
+        self,
+        fmt: Format,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        num_blocks: int,
+        num_slots: int,
+        dtype: torch.dtype = torch.float16,
+        device: torch.device | str = "cpu",
+        sink_blocks: int = 1,
+        recent_blocks: int = 1,
+        fit: str = "unbiased",
+        iterations: int | None = None,
+    ) -> None:
+        for name, value, least in (
+            ("num_layers", num_layers, 1),
+            ("num_kv_heads", num_kv_heads, 1),
+            ("num_blocks", num_blocks, 1),
+            ("num_slots", num_slots, 1),
+            ("sink_blocks", sink_blocks, 0),
+            ("recent_blocks", recent_blocks, 0),
+        ):
+            if value < least:
+                raise ValueError(f"kvarn.PagedCache: {name} must be at least {least}, got {value}")
+        if not isinstance(fmt, Format):
+            raise ValueError(f"kvarn.PagedCache: fmt must be a kvarn.Format, got {fmt!r}")
+        if reasons := is_supported(fmt, dtype=dtype, device=device):
+            raise ValueError(f"kvarn.PagedCache: {'; '.join(reasons)}")
+        self.fmt = fmt
+        self.dtype = dtype
+        self.num_layers = num_layers
+        self.num_kv_heads = num_kv_heads
+        self.fit = fit
+        self.iterations = iterations
+        self._pool = BlockPool(num_blocks, num_slots, fmt.group, sink_blocks, recent_blocks)
+        self._step: Step | None = None
+
+        page = (2, num_kv_heads, fmt.group, fmt.head_dim)
+        self.cache = [
+            torch.empty(fmt.cache_shape(num_blocks, num_kv_heads), dtype=torch.uint8, device=device)
+            for _ in range(num_layers)
+        ]
+        self.staging = [
+            torch.empty((num_slots, *page), dtype=dtype, device=device) for _ in range(num_layers)
+        ]
+        self.block_slot = torch.full((num_blocks,), -1, dtype=torch.int32, device=device)
+        self.device = self.block_slot.device
+
+    # Sequences ---------------------------------------------------------------------------------
+
+    def new_sequence(self) -> int:
+        """An empty sequence; the number returned is never used again."""
+        return self._pool.add()
+
+    def fork(self, seq: int, length: int | None = None) -> int:
+        """A new sequence with the first ``length`` tokens of ``seq`` (all of them by default).
+
+        Nothing is copied: the two share blocks until one of them writes into a shared one. This is
+        prefix sharing, and beam search.
+        """
+        self._require_no_step("fork")
+        held = self._pool.get(seq, "fork")
+        return self._pool.fork(held, self._prefix(held, length, "fork"))
+
+    def truncate(self, seq: int, length: int) -> None:
+        """Forgets all tokens but the first ``length``.
+
+        If the last block kept is a record, it stays one until the next token is appended; then its
+        tokens go back to a staging slot (dequantized: what was rounded stays rounded) and the tile
+        is sealed again when it is full and old enough.
+        """
+        self._require_no_step("truncate")
+        held = self._pool.get(seq, "truncate")
+        self._pool.truncate(held, self._prefix(held, length, "truncate"))
+        self._seal_due()
+
+    def free(self, seq: int) -> None:
+        """Ends a sequence. Blocks that nobody else holds are free at once."""
+        self._require_no_step("free")
+        self._pool.get(seq, "free")
+        self._pool.free(seq)
+        self._seal_due()
+
+    def length(self, seq: int) -> int:
+        """Accepted tokens of a sequence."""
+        return self._pool.get(seq, "length").length
+
+    def blocks(self, seq: int) -> list[int]:
+        """Block ids of a sequence, ceil(length / G) of them; the open step's included."""
+        return list(self._pool.get(seq, "blocks").blocks)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+        return self._pool.num_blocks
+
+    @property
+    def num_slots(self) -> int:
+        """Pages of the staging pool."""
+        return self._pool.num_slots
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no sequence holds."""
+        return len(self._pool.free_blocks)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Staging pages that hold no block."""
+        return len(self._pool.free_slots)
+
+    def memory_bytes(self) -> int:
+        """Bytes of the cache and the staging pool, all layers."""
+        return sum(t.numel() * t.element_size() for t in (*self.cache, *self.staging))
+
+    # A step ------------------------------------------------------------------------------------
+
+    def plan(self, requests: Sequence[tuple[int, int]], *, draft: int | Sequence[int] = 0) -> Step:
+        """Assigns blocks and slots to new tokens.
+
+        Args:
+            requests: (seq, count) pairs, each sequence once: its ``count`` next tokens.
+            draft: how many of a sequence's tokens, its last ones, may be rejected at `commit`; one
+                number for all or one each. Nothing of a draft ever reaches a record.
+
+        Returns:
+            The step; one at a time, until `commit` or `abort`.
+
+        Raises:
+            CacheFull: too few free blocks or slots; nothing was changed.
+            ValueError: an unknown sequence, one given twice, a negative count, draft > count.
+        """
+        self._require_no_step("plan")
+        drafts = [draft] * len(requests) if isinstance(draft, int) else list(draft)
+        if len(drafts) != len(requests):
+            raise ValueError(
+                f"kvarn.PagedCache.plan: draft must be a number or {len(requests)} numbers, "
+                f"got {len(drafts)}"
+            )
+        wanted = []
+        for (seq, count), tail in zip(requests, drafts, strict=True):
+            self._pool.get(seq, "plan")
+            if not 0 <= tail <= count:
+                raise ValueError(
+                    f"kvarn.PagedCache.plan: count and draft of sequence {seq} must satisfy "
+                    f"0 <= draft <= count, got draft {tail}, count {count}"
+                )
+            wanted.append(Request(seq, count, tail))
+        if len({request.seq for request in wanted}) < len(wanted):
+            raise ValueError(
+                "kvarn.PagedCache.plan: requests must name each sequence once, "
+                f"got {[request.seq for request in wanted]}"
+            )
+        schedule = self._pool.schedule(wanted)
+        self._copy(schedule.copies)
+        self._tell_slots()
+        self._step = self._to_device(wanted, schedule)
+        return self._step
+
+    def attend(
+        self,
+        step: Step,
+        layer: int,
+        q: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+        window_left: int = -1,
+        sinks: Tensor | None = None,
+        split_tokens: int | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Appends a layer's new keys and values, and attends to all tokens so far. Once per layer.
+
+        A prompt runs through in waves, block by block, so that every query reads exactly what it
+        would have read token by token, whatever the chunks.
+
+        Args:
+            step: from `plan`.
+            layer: which.
+            q: [T, Hq, D], rows as in ``step.requests``, strided views welcome.
+            key, value: [T, Hkv, D], not rotated, in the cache's dtype.
+            sm_scale, logits_soft_cap, window_left, sinks, split_tokens: see
+                `kvarn.ops.decode_attention`.
+            out: [T, Hq, D].
+
+        Returns:
+            [T, Hq, D], causal attention.
+        """
+        if step is not self._step:
+            raise ValueError(
+                "kvarn.PagedCache.attend: step must be the one that plan returned last"
+            )
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(
+                f"kvarn.PagedCache.attend: layer must be in [0, {self.num_layers}), got {layer}"
+            )
+        for name, tensor in (("q", q), ("key", key), ("value", value)):
+            if tensor.dim() != 3 or tensor.shape[0] != step.num_tokens:
+                raise ValueError(
+                    f"kvarn.PagedCache.attend: {name} must be [{step.num_tokens}, heads, "
+                    f"{self.fmt.head_dim}], got {list(tensor.shape)}"
+                )
+        if step._waves_done[layer]:
+            raise ValueError(f"kvarn.PagedCache.attend: layer {layer} has attended in this step")
+        if out is None:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for wave in step.waves:
+            self._seal(layer, wave.seals)
+            step._waves_done[layer] += 1
+            ops.append_kv(
+                key[wave.rows],
+                value[wave.rows],
+                wave.slot_mapping,
+                self.staging[layer],
+                wave.block_slot,
+                self.fmt,
+            )
+            in_place = isinstance(wave.rows, slice)
+            attended = ops.decode_attention(
+                q[wave.rows],
+                self.cache[layer],
+                wave.block_table,
+                wave.seq_lens,
+                self.fmt,
+                staging=self.staging[layer],
+                block_slot=wave.block_slot,
+                cu_query_lens=wave.cu_query_lens,
+                sm_scale=sm_scale,
+                logits_soft_cap=logits_soft_cap,
+                window_left=window_left,
+                sinks=sinks,
+                max_seq_len=wave.max_seq_len,
+                split_tokens=split_tokens,
+                out=out[wave.rows] if in_place else None,
+            )
+            if not in_place:
+                out[wave.rows] = attended
+        return out
+
+    def commit(self, step: Step, accepted: Sequence[int] | None = None) -> None:
+        """Ends a step: its tokens count from now on, and tiles that are old enough are sealed.
+
+        All sequences' tiles are sealed by one launch a layer.
+
+        Args:
+            step: from `plan`, attended by every layer.
+            accepted: how many of each sequence's tokens are kept, at least ``count - draft``; the
+                rest is forgotten. All by default.
+        """
+        if step is not self._step:
+            raise ValueError(
+                "kvarn.PagedCache.commit: step must be the one that plan returned last"
+            )
+        missing = [layer for layer, done in enumerate(step._waves_done) if done < len(step.waves)]
+        if missing:
+            raise RuntimeError(f"kvarn.PagedCache.commit: layers {missing} have not attended")
+        counts = [r.num_tokens for r in step.requests] if accepted is None else list(accepted)
+        if len(counts) != len(step.requests) or not all(
+            r.num_tokens - r.draft <= n <= r.num_tokens
+            for r, n in zip(step.requests, counts, strict=True)
+        ):
+            limits = [(r.num_tokens - r.draft, r.num_tokens) for r in step.requests]
+            raise ValueError(
+                f"kvarn.PagedCache.commit: accepted must be within {limits}, got {counts}"
+            )
+        self._step = None
+        for request, count in zip(step.requests, counts, strict=True):
+            self._pool.accept(request, count)
+        self._seal_due()
+
+    def abort(self, step: Step) -> None:
+        """Ends a step whose forward pass failed: its sequences are freed, others are as before."""
+        if step is not self._step:
+            raise ValueError("kvarn.PagedCache.abort: step must be the one that plan returned last")
+        for layer, done in enumerate(step._waves_done):
+            for wave in step.waves[done:]:
+                self._seal(layer, wave.seals)
+        self._step = None
+        for request in step.requests:
+            self._pool.free(request.seq)
+        self._seal_due()
+
+    # In and out --------------------------------------------------------------------------------
+
+    def export_sequence(self, seq: int, *, non_blocking: bool = False) -> SequenceState:
+        """A copy of a sequence in host memory.
+
+        Args:
+            seq: the sequence; it stays as it is.
+            non_blocking: copy to pinned memory on the current stream and return at once; the data
+                is there when the stream has come so far.
+        """
+        self._require_no_step("export_sequence")
+        held = self._pool.get(seq, "export_sequence")
+        slots = [int(self._pool.slot[block]) for block in held.blocks]
+        ids = self._index([b for b, slot in zip(held.blocks, slots, strict=True) if slot < 0])
+        pages_at = self._index([slot for slot in slots if slot >= 0])
+        records = torch.stack([layer[ids] for layer in self.cache])
+        pages = torch.stack([layer[pages_at] for layer in self.staging])
+        tail = held.length % self.fmt.group
+        if tail and slots[-1] >= 0:
+            pages[:, -1, :, :, tail:] = 0  # rows of whoever had the slot before
+        return SequenceState(
+            fmt=self.fmt,
+            layout_version=_host.layout_version,
+            length=held.length,
+            staged=tuple(slot >= 0 for slot in slots),
+            records=_to_host(records, non_blocking),
+            pages=_to_host(pages, non_blocking),
+        )
+
+    def import_sequence(self, state: SequenceState) -> int:
+        """Brings an exported sequence back, into blocks and slots that are free now.
+
+        Raises:
+            ValueError: the state is of another format, layout version, shape or dtype.
+            CacheFull: too few free blocks or slots; nothing was changed.
+        """
+        self._require_no_step("import_sequence")
+        page = (2, self.num_kv_heads, self.fmt.group, self.fmt.head_dim)
+        num_staged = sum(state.staged)
+        num_records = len(state.staged) - num_staged
+        for name, rule, value in (
+            ("fmt", self.fmt, state.fmt),
+            ("layout_version", _host.layout_version, state.layout_version),
+            ("staged blocks", -(-state.length // self.fmt.group), len(state.staged)),
+            (
+                "records",
+                (self.num_layers, *self.fmt.cache_shape(num_records, self.num_kv_heads)),
+                tuple(state.records.shape),
+            ),
+            ("pages", (self.num_layers, num_staged, *page), tuple(state.pages.shape)),
+            ("dtype", self.dtype, state.pages.dtype),
+        ):
+            if rule != value:
+                raise ValueError(
+                    f"kvarn.PagedCache.import_sequence: {name} must be {rule}, got {value}"
+                )
+        seq = self._pool.restore(state.length, state.staged)
+        blocks = self._pool.get(seq, "import_sequence").blocks
+        slots = [int(self._pool.slot[block]) for block in blocks]
+        ids = self._index([b for b, slot in zip(blocks, slots, strict=True) if slot < 0])
+        pages_at = self._index([slot for slot in slots if slot >= 0])
+        records = state.records.to(self.device, non_blocking=True)
+        pages = state.pages.to(self.device, non_blocking=True)
+        for layer in range(self.num_layers):
+            self.cache[layer][ids] = records[layer]
+            self.staging[layer][pages_at] = pages[layer]
+        self._tell_slots()
+        self._seal_due()
+        return seq
+
+    def grow(self, num_blocks: int, num_slots: int) -> None:
+        """Larger pools, by copying them; block ids, slots and contents stay.
+
+        The tensors are new ones: a captured CUDA graph would still read the old ones.
+        """
+        self._require_no_step("grow")
+        if num_blocks < self.num_blocks or num_slots < self.num_slots:
+            raise ValueError(
+                "kvarn.PagedCache.grow: num_blocks and num_slots must be at least "
+                f"{self.num_blocks} and {self.num_slots}, got {num_blocks} and {num_slots}"
+            )
+        for pools, size in ((self.cache, num_blocks), (self.staging, num_slots)):
+            for layer, pool in enumerate(pools):
+                larger = pool.new_empty((size, *pool.shape[1:]))
+                larger[: pool.shape[0]] = pool
+                pools[layer] = larger
+        larger = self.block_slot.new_full((num_blocks,), -1)
+        larger[: self.num_blocks] = self.block_slot
+        self.block_slot = larger
+        self._pool.grow(num_blocks, num_slots)
+
+    # Between the bookkeeping and the ops -------------------------------------------------------
+
+    def _seal_due(self) -> None:
+        seals = self._seal_tensors(self._pool.take_seals())
+        for layer in range(self.num_layers):
+            self._seal(layer, seals)
+        self._tell_slots()
+
+    def _seal(self, layer: int, seals: tuple[Tensor, Tensor] | None) -> None:
+        if seals is None:
+            return
+        slots, blocks = seals
+        ops.seal_blocks(
+            self.staging[layer],
+            slots,
+            blocks,
+            self.cache[layer],
+            self.fmt,
+            fit=self.fit,
+            iterations=self.iterations,
+        )
+
+    def _copy(self, copies: list[Copy]) -> None:
+        """Rows of shared or sealed blocks go to the slots where their new owners will write."""
+        staged = [c for c in copies if c.src_slot >= 0]
+        if staged:
+            src = self._index([c.src_slot for c in staged])
+            dst = self._index([c.dst_slot for c in staged])
+            for pool in self.staging:
+                pool[dst] = pool[src]
+        sealed = [c for c in copies if c.src_slot < 0]
+        if sealed:
+            src = self._index([c.src_block for c in sealed])
+            dst = self._index([c.dst_slot for c in sealed])
+            for records, pool in zip(self.cache, self.staging, strict=True):
+                key, value = ops.dequantize_tiles(records[src], self.fmt, dtype=self.dtype)
+                pool[dst] = torch.stack([key, value], dim=1).transpose(2, 3)
+
+    def _tell_slots(self) -> None:
+        """Brings the device's block_slot up to date with the host's."""
+        if self._pool.moved:
+            moved = np.fromiter(sorted(self._pool.moved), np.int64, len(self._pool.moved))
+            self.block_slot[self._upload(moved)] = self._upload(self._pool.slot[moved])
+            self._pool.moved.clear()
+
+    def _to_device(self, requests: list[Request], schedule: Schedule) -> Step:
+        first_row = np.cumsum([0, *(request.num_tokens for request in requests)])
+        held = [self._pool.sequences[request.seq] for request in requests]
+        waves = []
+        for wave in schedule.waves:
+            table, slot_mapping, rows = [], [], []
+            for r, start, stop in wave.spans:
+                block = held[r].blocks[start // self.fmt.group]
+                tokens = np.arange(start, stop)
+                slot_mapping.append(block * self.fmt.group + tokens % self.fmt.group)
+                rows.append(first_row[r] - held[r].length + tokens)
+                table.append(_block_ids(held[r])[: -(-stop // self.fmt.group)])
+            counts = [stop - start for _, start, stop in wave.spans]
+            seq_lens = np.array([stop for _, _, stop in wave.spans], np.int32)
+            cu_query_lens = np.cumsum([0, *counts], dtype=np.int32)
+            waves.append(
+                Wave(
+                    rows=self._rows(np.concatenate(rows)),
+                    slot_mapping=self._upload(np.concatenate(slot_mapping)),
+                    block_table=self._upload(_padded(table)),
+                    seq_lens=self._upload(seq_lens),
+                    cu_query_lens=self._upload(cu_query_lens) if max(counts) > 1 else None,
+                    max_seq_len=int(seq_lens.max()),
+                    block_slot=(
+                        self.block_slot
+                        if wave.block_slot is None
+                        else self._upload(wave.block_slot)
+                    ),
+                    seals=self._seal_tensors(wave.seals),
+                )
+            )
+        return Step(int(first_row[-1]), requests, waves, [0] * self.num_layers)
+
+    def _rows(self, rows: NDArray[np.int64]) -> slice | Tensor:
+        """A slice where the rows are contiguous: views instead of copies."""
+        first, last = int(rows[0]), int(rows[-1])
+        if last - first == len(rows) - 1:
+            return slice(first, last + 1)
+        return self._upload(rows)
+
+    def _seal_tensors(self, seals: list[Seal]) -> tuple[Tensor, Tensor] | None:
+        if not seals:
+            return None
+        return self._index([s.slot for s in seals]), self._index([s.block for s in seals])
+
+    def _index(self, ids: Sequence[int]) -> Tensor:
+        return self._upload(np.array(ids, np.int64))
+
+    def _upload(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def _prefix(self, held: HeldSequence, length: int | None, caller: str) -> int:
+        if length is None:
+            return held.length
+        if not 0 <= length <= held.length:
+            raise ValueError(
+                f"kvarn.PagedCache.{caller}: length must be in [0, {held.length}], got {length}"
+            )
+        return length
+
+    def _require_no_step(self, caller: str) -> None:
+        if self._step is not None:
+            raise RuntimeError(
+                f"kvarn.PagedCache.{caller}: the step from plan must be committed or aborted first"
+            )
+
+
+def _block_ids(held: HeldSequence) -> NDArray[np.int32]:
+    return np.frombuffer(held.blocks, np.int32)
+
+
+def _padded(rows: list[NDArray[np.int32]]) -> NDArray[np.int32]:
+    table = np.full((len(rows), max(map(len, rows))), -1, np.int32)
+    for i, row in enumerate(rows):
+        table[i, : len(row)] = row
+    return table
+
+
+def _to_host(tensor: Tensor, non_blocking: bool) -> Tensor:
+    if tensor.device.type == "cpu" or not non_blocking:
+        return tensor.cpu()
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)

@@ -1,0 +1,269 @@
+"""The command line: ``python -m kvarn info | capacity | demo | bench``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvarn import capacity as capacity_module
+from kvarn import info as info_module
+from kvarn._terminal import Table, binary_bytes
+from kvarn.capacity import Capacity, ModelShape
+from kvarn.format import Format
+
+_DEMO_MODULES = ("transformers", "gguf", "matplotlib", "rich")
+
+
+class UserError(Exception):
+    """Something that whoever typed the command can put right."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit status: 0, 1 (a check failed), 2 (a bad argument)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["bench"]:  # its options are the harness's own
+        return _guarded(bench, arguments[1:])
+    parsed = _parser().parse_args(arguments)
+    return _guarded(parsed.command, parsed)
+
+
+def _guarded(command, *arguments) -> int:  # type: ignore[no-untyped-def]
+    try:
+        return int(command(*arguments))
+    except (UserError, ValueError, OSError) as error:
+        print(f"kvarn: {error}", file=sys.stderr)
+        return 2
+
+
+# --------------------------------------------------------------------------------------------------
+# info
+
+
+def info(args: argparse.Namespace) -> int:
+    """Versions, devices, what is missing, and a self-check of every operator on every device."""
+    checks = [check for device in info_module.devices() for check in info_module.self_check(device)]
+    wrong = [check for check in checks if check.state in ("wrong", "failed")]
+    if args.json:
+        print(json.dumps(info_module.as_dict(checks), indent=2))
+        return 1 if wrong else 0
+
+    Table("kvarn", ("", ""), list(info_module.facts().items()), left=(0, 1)).print()
+    for reason in info_module.missing():
+        print(f"Missing: {reason}.")
+    for module in _missing_modules(_DEMO_MODULES):
+        print(
+            f"Missing: the package {module}, for `python -m kvarn demo` (pip install kvarn[demo])."
+        )
+    print()
+
+    devices = list(dict.fromkeys(check.device for check in checks))
+    cells = {(check.op, check.device): check for check in checks}
+    ops = list(dict.fromkeys(check.op for check in checks))
+    Table(
+        "Self-check: each operator against kvarn.reference",
+        ("operator", *devices),
+        [(op, *(_cell(cells[op, device]) for device in devices)) for op in ops],
+        left=range(1 + len(devices)),
+    ).print()
+    if wrong:
+        print(f"{len(wrong)} of {len(checks)} checks failed.")
+        return 1
+    ran = sum(check.state == "ok" for check in checks)
+    print(f"All {ran} checks passed.")
+    return 0
+
+
+def _cell(check: info_module.Check) -> str:
+    if check.state == "absent":
+        return f"- {check.detail}"
+    return f"{check.state} ({check.detail})"
+
+
+def _missing_modules(names: Sequence[str]) -> list[str]:
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+# --------------------------------------------------------------------------------------------------
+# capacity
+
+
+def capacity(args: argparse.Namespace) -> int:
+    """How many tokens and sequences fit into a memory, in 16 and 8 bits and packed."""
+    shape = _shape(args)
+    memory = capacity_module.parse_bytes(args.memory)
+    rows = capacity_module.compare(
+        shape,
+        memory=memory,
+        context=args.context,
+        formats=args.formats,
+        sink_blocks=args.sink_blocks,
+        recent_blocks=args.recent_blocks,
+    )
+    if args.json:
+        report = capacity_module.to_json(shape, rows, memory=memory, context=args.context)
+        print(json.dumps(report, indent=2))
+        return 0
+    capacity_table(shape, rows, memory, args.context).print()
+    return 0
+
+
+def _shape(args: argparse.Namespace) -> ModelShape:
+    by_hand = {"layers": args.layers, "kv_heads": args.kv_heads, "head_dim": args.head_dim}
+    given = {name: value for name, value in by_hand.items() if value is not None}
+    if args.config is None:
+        if len(given) < len(by_hand):
+            raise UserError(
+                "capacity needs a model: --config with a folder or config.json, or all of "
+                "--layers, --kv-heads and --head-dim"
+            )
+        return ModelShape(**given)
+    shape = ModelShape.from_config(args.config)
+    return ModelShape(**{**vars(shape), **given})
+
+
+def capacity_table(shape: ModelShape, rows: Sequence[Capacity], memory: int, context: int) -> Table:
+    """The comparison for the terminal."""
+    default = Format.presets()[0]
+    return Table(
+        f"{shape.layers} layers x {shape.kv_heads} KV heads x {shape.head_dim} channels: "
+        f"what fits into {binary_bytes(memory)}",
+        (
+            "format",
+            "bytes/token",
+            "per head",
+            "smaller",
+            "staging/seq.",
+            f"{context:,}-token seq.",
+            "smaller, all",
+            "sequences",
+            "tokens in them",
+            "longest sequence",
+        ),
+        [
+            (
+                row.format,
+                f"{row.bytes_per_token:,.0f}",
+                f"{row.bytes_per_token / (shape.layers * shape.kv_heads):,.0f}",
+                f"{row.ratio:.2f}x",
+                binary_bytes(row.staging_bytes) if row.staging_bytes else "-",
+                binary_bytes(row.sequence_bytes),
+                f"{row.effective_ratio:.2f}x",
+                f"{row.sequences:,}",
+                f"{row.tokens:,}",
+                f"{row.longest_sequence:,}",
+            )
+            for row in rows
+        ],
+        caption="Staging: the blocks of a sequence that stay in 16 bits (sinks, the newest full ones, "
+        "the open one);\n'smaller, all' and what follows count them. Memory is the cache's alone.",
+        strong=[i for i, row in enumerate(rows) if row.format == default],
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# demo, bench
+
+
+def demo(args: argparse.Namespace) -> int:
+    """A real language model with a 16-bit cache and with packed ones."""
+    if missing := _missing_modules(_DEMO_MODULES):
+        raise UserError(
+            f"the demo needs {', '.join(missing)}: pip install 'kvarn[demo]' (or `make demo`)"
+        )
+    from kvarn.demo import run
+
+    return run(
+        model=args.model,
+        text=args.text,
+        tokens=args.tokens,
+        formats=args.formats,
+        out=args.out,
+        memory=capacity_module.parse_bytes(args.memory),
+        quick=args.quick,
+    )
+
+
+def bench(argv: Sequence[str]) -> int:
+    """Hands its arguments to the benchmark harness, which a checkout has beside the package."""
+    if importlib.util.find_spec("bench.__main__") is None:
+        raise UserError(
+            "the benchmarks are not part of the installed package: run `python -m kvarn bench` in a "
+            "checkout of the repository"
+        )
+    return int(importlib.import_module("bench.__main__").main(list(argv)) or 0)
+
+
+# --------------------------------------------------------------------------------------------------
+# arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvarn", description="A KV cache of 2 to 8 bits a value."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("info", help=_first_line(info), description=info.__doc__)
+    command.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    command.set_defaults(command=info)
+
+    command = commands.add_parser(
+        "capacity", help=_first_line(capacity), description=capacity.__doc__
+    )
+    command.add_argument("--config", type=Path, help="a Hugging Face model folder or config.json")
+    command.add_argument("--layers", type=int, help="attention layers (overrides --config)")
+    command.add_argument("--kv-heads", type=int, help="key/value heads of a layer, on one device")
+    command.add_argument("--head-dim", type=int, help="channels of a head")
+    command.add_argument(
+        "--memory", default="16GiB", help="of the cache alone (default: %(default)s)"
+    )
+    command.add_argument(
+        "--context", type=int, default=32768, help="tokens of a sequence (default: %(default)s)"
+    )
+    command.add_argument(
+        "--formats", nargs="+", metavar="NAME", help="kvarn formats (default: all presets)"
+    )
+    command.add_argument(
+        "--sink-blocks", type=int, default=1,
+        help="first blocks of a sequence in 16 bits (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument(
+        "--recent-blocks", type=int, default=1,
+        help="newest full blocks in 16 bits (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    command.set_defaults(command=capacity)
+
+    command = commands.add_parser("demo", help=_first_line(demo), description=demo.__doc__)
+    command.add_argument(
+        "--model",
+        type=Path,
+        help="a local Hugging Face folder or GGUF file (default: SmolLM2-135M)",
+    )
+    command.add_argument("--text", type=Path, help="a text to read (default: Python's reference)")
+    command.add_argument("--tokens", type=int, help="of the text to read (default: 1024)")
+    command.add_argument("--formats", nargs="+", metavar="NAME", help="kvarn formats to compare")
+    command.add_argument(
+        "--memory", default="1GB", help="for 'tokens that fit' (default: %(default)s)"
+    )
+    command.add_argument(
+        "--out", type=Path, default=Path("demo-output"), help="for figures (default: %(default)s)"
+    )
+    command.add_argument(
+        "--quick", action="store_true", help="less than a minute: shorter, fewer rows"
+    )
+    command.set_defaults(command=demo)
+
+    commands.add_parser(
+        "bench", help="Time the operators (arguments: python -m kvarn bench --help)", add_help=False
+    )
+    return parser
+
+
+def _first_line(command: object) -> str:
+    return (command.__doc__ or "").splitlines()[0]

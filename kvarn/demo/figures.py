@@ -1,0 +1,172 @@
+"""The demo's pictures, as PNG files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from kvarn import reference
+from kvarn.demo.configurations import Configuration
+from kvarn.studies.divergence import Trace
+
+# Okabe and Ito's colours, which the colour-blind tell apart.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_COMPARATOR_COLOR = "#999999"
+_STYLE = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "figure.dpi": 150,
+    "savefig.bbox": "tight",
+    "savefig.facecolor": "white",
+    "legend.frameon": False,
+}
+_WINDOW = 64  # tokens averaged in the curves
+
+
+def rotation(path: Path, keys: Sequence[Tensor], first_token: int, group: int = 128) -> None:
+    """Magnitudes in a real key tile before and after the rotation, and after the normalization.
+
+    Args:
+        path: the PNG file.
+        keys: of each layer, [Hkv, tokens, D]; the tile with the largest outlier channel is shown.
+        first_token: of the tile.
+    """
+    tiles = [layer[:, first_token : first_token + group].float().cpu() for layer in keys]
+    layer, head = max(
+        ((i, h) for i, tile in enumerate(tiles) for h in range(tile.shape[0])),
+        key=lambda at: _outlier(tiles[at[0]][at[1]]),
+    )
+    tile = tiles[layer][head]
+    rotated = reference.hadamard_transform(tile)
+    balanced, _, _ = reference.variance_normalize(rotated.T)
+    panels = {
+        "as the model made it": tile.T,
+        "rotated": rotated.T,
+        "rotated and normalized": balanced,
+    }
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(11, 5.4), layout="constrained")
+        grid = figure.subplots(
+            2, 3, sharey="row", sharex="row", gridspec_kw={"height_ratios": [3, 2]}
+        )
+        figure.suptitle(
+            f"Keys of layer {layer}, KV head {head}, tokens {first_token} to "
+            f"{first_token + group - 1}",
+            x=0.01, ha="left", fontsize=12,
+        )  # fmt: skip
+        top = float(tile.abs().max())
+        for column, (title, x) in enumerate(panels.items()):
+            # The normalized tile has another unit: its own colours, the same meaning of white.
+            limit = top if column < 2 else float(x.abs().max())
+            image = grid[0, column].imshow(
+                x.abs(), aspect="auto", cmap="magma_r", vmin=0, vmax=limit, interpolation="nearest"
+            )
+            grid[0, column].set(title=title, xlabel="token of the tile")
+            figure.colorbar(image, ax=grid[0, column], label="magnitude", fraction=0.06)
+            deviation = x.std(1)
+            grid[1, column].bar(range(len(x)), deviation / deviation.mean(), color=_COLORS[0])
+            grid[1, column].axhline(1, color="black", linewidth=0.8)
+            grid[1, column].set(
+                xlabel="channel",
+                title=f"largest channel {float(deviation.max() / deviation.mean()):.1f}x the mean",
+            )
+        grid[0, 0].set_ylabel("channel")
+        grid[1, 0].set_ylabel("deviation / mean")
+        figure.savefig(path)
+
+
+def _outlier(tile: Tensor) -> float:
+    deviation = tile.std(0)
+    return float(deviation.max() / deviation.mean())
+
+
+def error_by_position(path: Path, traces: Mapping[Configuration, Trace], group: int) -> None:
+    """KL divergence from the exact cache along the text, one curve a configuration."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(9, 5), layout="constrained")
+        axes = figure.subplots()
+        color = iter(_COLORS * 2)
+        for configuration, trace in traces.items():
+            y = _windowed(trace.kl)
+            x = (np.arange(len(y)) + 0.5) * _WINDOW
+            # Before the first packed tile is read there is nothing but arithmetic noise.
+            y[x < 2 * group] = np.nan
+            axes.plot(
+                x, y,
+                color=_COMPARATOR_COLOR if configuration.comparator else next(color),
+                linestyle="--" if configuration.comparator else "-",
+                linewidth=1.8,
+                label=f"{configuration.name}  (mean {trace.mean_kl(2 * group):.4f})",
+            )  # fmt: skip
+        tokens = len(next(iter(traces.values())).kl)
+        for boundary in range(0, tokens + 1, group):
+            axes.axvline(boundary, color="0.9", linewidth=0.8, zorder=0)
+        axes.axvspan(0, group, color="0.93", zorder=0)
+        axes.text(group / 2, 0.98, "sinks", ha="center", va="top", color="0.4",
+                  transform=axes.get_xaxis_transform())  # fmt: skip
+        axes.set(
+            yscale="log",
+            xlim=(0, tokens),
+            xlabel=f"position in the text (lines: tiles of {group} tokens)",
+            ylabel=f"KL divergence, mean of {_WINDOW} tokens (nats)",
+            title="How far the next-token distribution moves from that with a 16-bit cache",
+        )
+        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.14), ncols=2)
+        figure.savefig(path)
+
+
+def _windowed(x: Tensor) -> np.ndarray:
+    whole = len(x) // _WINDOW * _WINDOW
+    windows: np.ndarray = x[:whole].unflatten(0, (-1, _WINDOW)).mean(1).clamp(min=1e-7).numpy()
+    return windows
+
+
+def memory(path: Path, configurations: Sequence[Configuration], budget: int, label: str) -> None:
+    """Bytes per token and the longest sequence that a memory holds, by format."""
+    names = [configuration.name for configuration in configurations]
+    panels = (
+        (
+            "bytes per token",
+            [c.bytes_per_token for c in configurations],
+            lambda value, first: f"{value:,.0f}  ({first / value:.2f}x smaller)",
+        ),
+        (
+            f"tokens of one sequence in {label}",
+            [float(c.longest_sequence(budget)) for c in configurations],
+            lambda value, first: f"{value:,.0f}  ({value / first:.2f}x)",
+        ),
+    )
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(11, 0.8 + 0.45 * len(names)), layout="constrained")
+        for axes, (title, values, text) in zip(
+            figure.subplots(1, 2, sharey=True), panels, strict=True
+        ):
+            colors = [
+                "0.3" if i == 0 else _COMPARATOR_COLOR if c.comparator else _COLORS[0]
+                for i, c in enumerate(configurations)
+            ]
+            bars = axes.barh(names, values, color=colors)
+            labels = [
+                text(value, values[0]) if i else f"{value:,.0f}" for i, value in enumerate(values)
+            ]
+            axes.bar_label(bars, labels, padding=4)
+            axes.set(title=title, xlim=(0, 1.45 * max(values)), xticks=[])
+            axes.spines["bottom"].set_visible(False)
+            axes.invert_yaxis()
+        figure.savefig(path)
+
+
+def keys_of(cache: object) -> list[Tensor]:
+    """Keys [Hkv, tokens, D] of each layer of a transformers DynamicCache with one sequence."""
+    return [layer.keys[0] for layer in cache.layers]  # type: ignore[attr-defined]
+
+
+__all__ = ["error_by_position", "keys_of", "memory", "rotation"]

@@ -1,0 +1,147 @@
+"""Builds the native libraries; everything else about the package is in pyproject.toml.
+
+    kvarn/_ops_cpu.so   operator schemas and CPU kernels     | LibTorch stable ABI: one build serves
+    kvarn/_ops_cuda.so  CUDA kernels, if nvcc is found       | torch 2.11 and later, any Python
+    kvarn/_host*.so     layout and build facts, torch-free pybind11 module
+
+nvcc is looked for in $CUDA_HOME, on the PATH and in /usr/local/cuda; the installed torch need not
+have CUDA. TORCH_CUDA_ARCH_LIST ("9.0a", "8.0+PTX;9.0a", ...) overrides cmake/architectures.txt;
+MAX_JOBS limits the parallel compilations.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pybind11
+import torch
+from setuptools import Extension, setup
+from torch.utils import cpp_extension
+
+ROOT = Path(__file__).parent
+INCLUDE = [str(ROOT / "csrc"), str(ROOT / "csrc" / "include")]
+CXX_FLAGS = ["-std=c++17", "-O3", "-g0", "-fno-wrapv", "-fopenmp-simd", "-fvisibility=hidden"]
+CXX_FLAGS += ["-Wall", "-Wextra"]
+NVCC_FLAGS = ["-std=c++17", "-O3", "-lineinfo", "-Xcompiler=-fvisibility=hidden,-Wall,-Wextra"]
+LINK_FLAGS = ["-Wl,--strip-all"]  # no trace of the inline c10:: code in torch's headers
+STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]  # of torch 2.11
+
+
+def sources(*libraries: str) -> list[str]:
+    rows = (line.split() for line in (ROOT / "cmake/sources.txt").read_text().splitlines())
+    found = {row[1] for row in rows if row[0] in libraries and Path(ROOT / row[1]).exists()}
+    for lib, pattern in (("cpu", "csrc/cpu/*.cpp"), ("cuda", "csrc/cuda/*.cu")):
+        if lib in libraries:
+            found |= {str(p.relative_to(ROOT)) for p in ROOT.glob(pattern)}
+    if "cpu" in libraries and (ROOT / "build/weak_stubs.cpp").exists():
+        found.add("build/weak_stubs.cpp")
+    return sorted(found)
+
+
+def find_cuda_home() -> Path | None:
+    nvcc = shutil.which("nvcc")
+    homes = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parents[1]]
+    for home in (Path(h) for h in [*homes, "/usr/local/cuda"] if h):
+        if (home / "bin/nvcc").exists() and (home / "include/cuda_runtime.h").exists():
+            return home
+    return None
+
+
+def default_cuda_architectures() -> str:
+    """cmake/architectures.txt in the notation of torch: "80 90a-real" -> "8.0+PTX;9.0a"."""
+    names = (ROOT / "cmake/architectures.txt").read_text().split()
+    parts = [re.fullmatch(r"(\d+)(\d\w?)(-real)?", name).groups() for name in names]
+    return ";".join(f"{a}.{b}" + ("" if real else "+PTX") for a, b, real in parts)
+
+
+def torch_flags(device: str) -> list[str]:
+    """Torch's headers as system headers: their warnings are not ours."""
+    return STABLE_ABI + [f"-isystem{path}" for path in cpp_extension.include_paths(device)]
+
+
+def host_extension(cuda_version: str | None) -> Extension:
+    macros = []
+    if cuda_version:
+        architectures = os.environ["TORCH_CUDA_ARCH_LIST"]
+        macros = [
+            ("KVARN_CUDA_VERSION", f'"{cuda_version}"'),
+            ("KVARN_CUDA_ARCHITECTURES", f'"{architectures}"'),
+        ]
+    return Extension(
+        "kvarn._host",
+        sources("host"),
+        include_dirs=[*INCLUDE, pybind11.get_include()],
+        define_macros=macros,
+        extra_compile_args=CXX_FLAGS,
+        language="c++",
+    )
+
+
+def cpu_extension() -> Extension:
+    return Extension(
+        "kvarn._ops_cpu",
+        sources("cpu", "torch_cpu"),
+        include_dirs=INCLUDE,
+        library_dirs=cpp_extension.library_paths(),
+        libraries=["torch_cpu"],
+        extra_compile_args=CXX_FLAGS + torch_flags("cpu"),
+        extra_link_args=[*LINK_FLAGS, "-Wl,--no-undefined"],
+        language="c++",
+    )
+
+
+def cuda_extension(home: Path, version: str) -> Extension:
+    # Nothing of torch's own CUDA is used, so the library can be built under any torch: make
+    # cpp_extension take this nvcc for the one that torch was built with.
+    cpp_extension.CUDA_HOME = str(home)
+    torch.version.cuda = version
+    return Extension(
+        "kvarn._ops_cuda",
+        sources("cuda", "torch_cuda"),
+        include_dirs=INCLUDE,
+        define_macros=[("USE_CUDA", None)],  # or torch's headers leave the stream function out
+        library_dirs=cpp_extension.library_paths("cuda"),
+        libraries=["cudart_static", "rt", "dl", "pthread"],
+        extra_compile_args={"cxx": CXX_FLAGS + torch_flags("cuda"), "nvcc": NVCC_FLAGS},
+        # The stream function is in libtorch_cuda, which only a torch with CUDA has; libtorch, which
+        # every torch has, pulls it in at load time.
+        extra_link_args=[*LINK_FLAGS, "-Wl,--exclude-libs,ALL,--no-as-needed", "-ltorch"],
+        language="c++",
+    )
+
+
+class BuildExt(cpp_extension.BuildExtension):
+    def finalize_options(self) -> None:
+        """One place for the objects, so that every way to build compiles only what has changed."""
+        super().finalize_options()
+        self.build_temp = f"build/{sys.implementation.cache_tag}"
+
+    def get_ext_filename(self, ext_name: str) -> str:
+        """The op libraries are no Python modules: their names carry no Python version."""
+        return re.sub(r"(_ops_\w+)\..*", r"\1.so", super().get_ext_filename(ext_name))
+
+
+def main() -> None:
+    cuda_home = find_cuda_home()
+    # Until all files exist: WITH_CUDA=1 make build ...
+    if cuda_home and sources("torch_cuda") and os.environ.get("WITH_CUDA"):
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", default_cuda_architectures())
+        output = subprocess.check_output([cuda_home / "bin/nvcc", "--version"], text=True)
+        version = re.search(r"release ([\d.]+)", output).group(1)
+        print(f"kvarn: CUDA {version} in {cuda_home}: building the CUDA library too")
+        extensions = [cpu_extension(), cuda_extension(cuda_home, version), host_extension(version)]
+    else:
+        print("kvarn: no nvcc found: building without the CUDA library")
+        extensions = [cpu_extension(), host_extension(None)]
+    version_header = (ROOT / "csrc/include/kvarn/version.h").read_text()
+    setup(
+        version=re.search(r'KVARN_VERSION "(.+)"', version_header).group(1),
+        ext_modules=extensions,
+        cmdclass={"build_ext": BuildExt},
+    )
+
+
+main()
