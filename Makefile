@@ -13,6 +13,8 @@ SHELL       := /bin/bash
 .SHELLFLAGS := -o pipefail -ec
 CXX_FILES = $(shell find csrc tests/cpp examples -name '*.[ch]pp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
+bin = $(if $(findstring /,$(PYTHON)),$(dir $(PYTHON)))
+
 ifeq ($(PYTHON),$(VENV)/bin/python)
 installed = $(VENV)/.$(1)
 endif
@@ -52,12 +54,12 @@ lint: $(call installed,dev)
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
 	@$(PYTHON) -m mypy
-	@$(dir $(PYTHON))clang-format --dry-run -Werror $(CXX_FILES)
+	@$(bin)clang-format --dry-run -Werror $(CXX_FILES)
 
 format: $(call installed,dev)
 	@$(PYTHON) -m ruff check --fix .
 	@$(PYTHON) -m ruff format .
-	@$(dir $(PYTHON))clang-format -i $(CXX_FILES)
+	@$(bin)clang-format -i $(CXX_FILES)
 
 clean:
 	rm -rf build dist kvarn/*.so *.egg-info

@@ -32,13 +32,7 @@ STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]  # of torch 2.11
 
 def sources(*libraries: str) -> list[str]:
     rows = (line.split() for line in (ROOT / "cmake/sources.txt").read_text().splitlines())
-    found = {row[1] for row in rows if row[0] in libraries and Path(ROOT / row[1]).exists()}
-    for lib, pattern in (("cpu", "csrc/cpu/*.cpp"), ("cuda", "csrc/cuda/*.cu")):
-        if lib in libraries:
-            found |= {str(p.relative_to(ROOT)) for p in ROOT.glob(pattern)}
-    if "cpu" in libraries and (ROOT / "build/weak_stubs.cpp").exists():
-        found.add("build/weak_stubs.cpp")
-    return sorted(found)
+    return sorted(row[1] for row in rows if row[0] in libraries)
 
 
 def find_cuda_home() -> Path | None:
@@ -126,8 +120,7 @@ class BuildExt(cpp_extension.BuildExtension):
 
 def main() -> None:
     cuda_home = find_cuda_home()
-    # Until all files exist: WITH_CUDA=1 make build ...
-    if cuda_home and sources("torch_cuda") and os.environ.get("WITH_CUDA"):
+    if cuda_home:
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", default_cuda_architectures())
         output = subprocess.check_output([cuda_home / "bin/nvcc", "--version"], text=True)
         version = re.search(r"release ([\d.]+)", output).group(1)

@@ -1,14 +1,14 @@
-"""How much a key/value cache of a given memory holds, in 16 and 8 bits and packed. Arithmetic only.
+"""How much a key/value cache of a given memory holds, in 16 and 8 bits and packed.
 
-What a sequence of ``t`` tokens takes, with ``L`` layers, ``H`` KV heads of ``D`` channels, blocks of
-``G`` tokens:
+What a sequence of ``t`` tokens takes, with ``L`` layers, ``H`` KV heads of ``D`` channels, blocks
+of ``G`` tokens:
 
 - 16 bits: ``2 * L * H * D * 2`` bytes a token (keys and values), 8 bits half of it; per-tensor FP8
   scales are not counted, nor is the rounding of the last page.
 - packed: ``ceil(t / G)`` records for each layer and head, ``record_bytes`` each (codes and scales:
-  csrc/include/kvarn/layout.h), plus the staging pool: the sinks, the ``recent_blocks`` newest full
-  tiles and the open one are ordinary 16-bit pages of ``2 * L * H * G * D * 2`` bytes. A staged block
-  has a block id, so the room of its record counts too.
+  csrc/include/kvarn/layout.h), plus the staging pool: the sinks, the ``recent_blocks`` newest
+  full tiles and the open one are ordinary 16-bit pages of ``2 * L * H * G * D * 2`` bytes. A
+  staged block has a block id, so the room of its record counts too.
 """
 
 from __future__ import annotations

@@ -62,26 +62,26 @@ def info(args: argparse.Namespace) -> int:
     print()
 
     devices = list(dict.fromkeys(check.device for check in checks))
-    cells = {(check.op, check.device): check for check in checks}
+    cells = {(check.op, check.device): _cell(check) for check in checks}
     ops = list(dict.fromkeys(check.op for check in checks))
     Table(
         "Self-check: each operator against kvarn.reference",
         ("operator", *devices),
-        [(op, *(_cell(cells[op, device]) for device in devices)) for op in ops],
+        [(op, *(cells[op, device] for device in devices)) for op in ops],
         left=range(1 + len(devices)),
     ).print()
     if wrong:
-        print(f"{len(wrong)} of {len(checks)} checks failed.")
+        lines = (f"{check.op} on {check.device}: {check.detail}" for check in wrong)
+        print(f"{len(wrong)} of {len(checks)} checks failed: " + "\n".join(lines))
         return 1
-    ran = sum(check.state == "ok" for check in checks)
-    print(f"All {ran} checks passed.")
+    print(f"All {sum(check.state == 'ok' for check in checks)} checks passed.")
     return 0
 
 
 def _cell(check: info_module.Check) -> str:
-    if check.state == "absent":
-        return f"- {check.detail}"
-    return f"{check.state} ({check.detail})"
+    return {"failed": "failed", "absent": f"- ({check.detail})"}.get(
+        check.state, f"{check.state} ({check.detail})"
+    )
 
 
 def _missing_modules(names: Sequence[str]) -> list[str]:
@@ -159,8 +159,8 @@ def capacity_table(shape: ModelShape, rows: Sequence[Capacity], memory: int, con
             )
             for row in rows
         ],
-        caption="Staging: the blocks of a sequence that stay in 16 bits (sinks, the newest full ones, "
-        "the open one);\n'smaller, all' and what follows count them. Memory is the cache's alone.",
+        caption="Staging: the blocks of a sequence that stay in 16 bits (sinks, newest full ones, "
+        "open one);\n'smaller, all' and what follows count them. Memory is the cache's alone.",
         strong=[i for i, row in enumerate(rows) if row.format == default],
     )
 
@@ -192,8 +192,8 @@ def bench(argv: Sequence[str]) -> int:
     """Hands its arguments to the benchmark harness, which a checkout has beside the package."""
     if importlib.util.find_spec("bench.__main__") is None:
         raise UserError(
-            "the benchmarks are not part of the installed package: run `python -m kvarn bench` in a "
-            "checkout of the repository"
+            "the benchmarks are not part of the installed package: run `python -m kvarn bench` in "
+            "a checkout of the repository"
         )
     return int(importlib.import_module("bench.__main__").main(list(argv)) or 0)
 
@@ -249,7 +249,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--tokens", type=int, help="of the text to read (default: 1024)")
     command.add_argument("--formats", nargs="+", metavar="NAME", help="kvarn formats to compare")
     command.add_argument(
-        "--memory", default="1GB", help="for 'tokens that fit' (default: %(default)s)"
+        "--memory", default="1GiB", help="for 'tokens that fit' (default: %(default)s)"
     )
     command.add_argument(
         "--out", type=Path, default=Path("demo-output"), help="for figures (default: %(default)s)"

@@ -232,7 +232,7 @@ class _Pages:
         return _Pages(*(tensor.to(device) for tensor in vars(self).values()))
 
     @property
-    def arguments(self) -> dict[str, Tensor]:
+    def arguments(self) -> dict[str, Any]:
         return {"staging": self.staging, "block_slot": self.block_slot}
 
 
@@ -253,8 +253,8 @@ def _check_append(device: torch.device) -> _Error:
     slots = torch.tensor([130, -1, 383, 256])
     expected, pages = _pages(), _pages().to(device)
     reference.append_kv(key, value, slots, expected.staging, expected.block_slot, _FORMAT)
-    moved = (x.to(device) for x in (key, value, slots))
-    ops.append_kv(*moved, pages.staging, pages.block_slot, _FORMAT)
+    key, value, slots = key.to(device), value.to(device), slots.to(device)
+    ops.append_kv(key, value, slots, pages.staging, pages.block_slot, _FORMAT)
     return _mismatch(pages.staging, expected.staging), _EXACT
 
 
@@ -293,7 +293,7 @@ def _check_workspace(device: torch.device) -> _Error:
         max_seq_len=256, split_tokens=128, device=device,
     )  # fmt: skip
     workspace = torch.empty(size, dtype=torch.uint8, device=device)
-    same = {"split_tokens": 128, "max_seq_len": 256, **pages.arguments}
+    same: dict[str, Any] = {"split_tokens": 128, "max_seq_len": 256, **pages.arguments}
     with_it = ops.decode_attention(*arguments, workspace=workspace, **same)
     return _mismatch(with_it, ops.decode_attention(*arguments, **same).cpu()), _EXACT
 
@@ -302,10 +302,9 @@ def _check_gather(device: torch.device) -> _Error:
     starts = torch.tensor([0, 200, 277], dtype=torch.int32)
     expected = _pages()
     pages = expected.to(device)
-    out = tuple(pages.staging.new_empty(277, _KV_HEADS, _FORMAT.head_dim) for _ in range(2))
     actual = ops.gather_kv(
         pages.cache, pages.table, pages.lengths, _FORMAT,
-        cu_seq_lens=starts.to(device), out=out, **pages.arguments,
+        cu_seq_lens=starts.to(device), total_tokens=277, **pages.arguments,
     )  # fmt: skip
     return max(map(_relative, actual, reference.gather_kv(
         expected.cache, expected.table, expected.lengths, _FORMAT,

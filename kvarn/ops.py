@@ -77,11 +77,14 @@ def hadamard_transform(
     if scale is not None:
         args.number("scale", scale)
     if out is None:
-        result: Tensor = torch.ops.kvarn.hadamard_transform(x, scale)
-        return result
-    args.output("out", out, x.dtype, x.shape)
-    if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
-        args.fail("out", "None for tensors that require a gradient", "a tensor")
+        if torch.is_grad_enabled() and x.requires_grad:
+            result: Tensor = torch.ops.kvarn.hadamard_transform(x, scale)
+            return result
+        out = x.new_empty(x.shape)
+    else:
+        args.output("out", out, x.dtype, x.shape)
+        if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
+            args.fail("out", "None for tensors that require a gradient", "a tensor")
     torch.ops.kvarn.hadamard_transform.out(x, scale, out)
     return out
 
@@ -296,16 +299,15 @@ def pack_records(canonical: CanonicalRecords, fmt: Format, *, out: Tensor | None
     Returns:
         Records, uint8 ``[N, Hkv, record_bytes]``.
     """
-    if len(canonical) != len(CanonicalRecords._fields):
+    if not isinstance(canonical, CanonicalRecords):
         raise ValueError(
             "kvarn::pack_records: canonical must be a kvarn.CanonicalRecords,"
-            f" got {type(canonical).__name__} of {len(canonical)}"
+            f" got {type(canonical).__name__}"
         )
-    canonical = CanonicalRecords(*canonical)
     args = Arguments("pack_records", "canonical.key_codes", canonical.key_codes)
     args.format(fmt)
     first = ("N", "Hkv", fmt.head_dim, fmt.group)
-    args.tensor("canonical.key_codes", canonical.key_codes, (torch.uint8,), first)
+    args.tensor("canonical.key_codes", canonical.key_codes, (torch.uint8,), first, strided=True)
     tiles, heads = canonical.key_codes.shape[:2]
     for name, tensor, (dtype, shape) in zip(
         CanonicalRecords._fields, canonical, _canonical(fmt, tiles, heads), strict=True

@@ -9,7 +9,8 @@ as [G, D] (rows = tokens). A reader computes ``(q_ij + zp_i) * s_i * c_j``.
 
 A *dead* token (a NaN, an Inf or nothing but zeros among its D values) takes no part in anything:
 not in sums, means or deviations, not in ranges, not in the imbalance. ``rows [N, R]`` and
-``cols [N, C]`` are the masks of the live ones (a key tile has dead columns, a value tile dead rows).
+``cols [N, C]`` are the masks of the live ones (a key tile has dead columns, a value tile dead
+rows).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _RANGE_FACTOR = {
 # Rotation
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def hadamard_matrix(dim: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """The +-1 Walsh-Hadamard matrix [dim, dim] in Sylvester order: entry (i, j) is
     (-1)^popcount(i & j). Symmetric; ``H @ H = dim * I``."""
@@ -79,14 +80,16 @@ def _ratio(std: Tensor, active: Tensor) -> Tensor:
     return torch.where(active.any(-1), high / low.clamp(min=1e-8), 0.0)
 
 
-def sinkhorn_scales(t: Tensor, rows: Tensor, cols: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
+def sinkhorn_scales(
+    t: Tensor, rows: Tensor, cols: Tensor, iterations: int
+) -> tuple[Tensor, Tensor]:
     """Row scales [N, R] and column scales [N, C] of the best round of the variance normalization.
 
     A round: ``lc += log(clip(col_std(cur), 1e-3, 1e3))``, lc clipped to [-0.3, 10],
     ``cur = t / exp(lc) / exp(lr)``; the same for lr with row_std. The round with the smallest
     ``imbalance = max/min of col_std + max/min of row_std`` wins, of equal ones the latest; the
-    all-ones scales are the first candidate. Dead tokens, and rows and columns whose deviation in t is
-    0, keep log scale 0 and stay out of the imbalance.
+    all-ones scales are the first candidate. Dead tokens, and rows and columns whose deviation in t
+    is 0, keep log scale 0 and stay out of the imbalance.
     """
     live = rows[:, :, None] & cols[:, None, :]
     active_rows = rows & (_std(t, live, 2) != 0)
@@ -117,7 +120,7 @@ def sinkhorn_scales(t: Tensor, rows: Tensor, cols: Tensor, iterations: int) -> t
 
 def variance_normalize(tiles: Tensor, *, iterations: int = 8) -> tuple[Tensor, Tensor, Tensor]:
     """[..., R, C] -> (balanced [..., R, C], row_scale [..., R], col_scale [..., C]), fp32 (fp64 for
-    fp64 input), ``tiles = balanced * row_scale * col_scale``. See :func:`sinkhorn_scales`."""
+    fp64 input), ``tiles = balanced * row_scale * col_scale``. See `sinkhorn_scales`."""
     compute = torch.float64 if tiles.dtype == torch.float64 else torch.float32
     t = tiles.to(compute).flatten(0, -3) if tiles.dim() > 2 else tiles.to(compute)[None]
     rows = torch.ones(t.shape[:2], dtype=torch.bool)
@@ -133,27 +136,34 @@ def variance_normalize(tiles: Tensor, *, iterations: int = 8) -> tuple[Tensor, T
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """uint8 [..., n] -> uint8 [..., ceil(n*bits/8)]: element i at bits i*bits .. i*bits+bits-1 of the
-    row, low bits first; spare bits of the last byte are 0."""
-    stream = (codes[..., None] >> torch.arange(bits, dtype=torch.uint8)) & 1
-    stream = stream.flatten(-2)
+    """uint8 [..., n] -> uint8 [..., ceil(n*bits/8)]: element i at bits i*bits .. i*bits+bits-1 of
+    the row, low bits first; spare bits of the last byte are 0."""
+    stream = _bits_of_codes(codes, bits)
     stream = torch.nn.functional.pad(stream, (0, -stream.shape[-1] % 8))
     return _bytes_of_bits(stream)
 
 
 def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The inverse of :func:`pack_bits`: uint8 [..., ceil(count*bits/8)] -> uint8 [..., count]."""
+    """The inverse of `pack_bits`: uint8 [..., ceil(count*bits/8)] -> uint8 [..., count]."""
     stream = _bits_of_bytes(packed)[..., : count * bits].unflatten(-1, (count, bits))
-    return (stream << torch.arange(bits, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    return _number_of_bits(stream)
+
+
+def _bits_of_codes(codes: Tensor, bits: int) -> Tensor:
+    return ((codes[..., None] >> torch.arange(bits, dtype=torch.uint8)) & 1).flatten(-2)
 
 
 def _bits_of_bytes(packed: Tensor) -> Tensor:
-    return ((packed[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2)
+    return _bits_of_codes(packed, 8)
 
 
 def _bytes_of_bits(stream: Tensor) -> Tensor:
-    octets = stream.unflatten(-1, (-1, 8))
-    return (octets << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    return _number_of_bits(stream.unflatten(-1, (-1, 8)))
+
+
+def _number_of_bits(bits: Tensor) -> Tensor:
+    """The last dimension as a number, low bits first."""
+    return (bits << torch.arange(bits.shape[-1], dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -214,9 +224,9 @@ def min_max(
 
 
 def token_rms(t: Tensor, cols: Tensor) -> Tensor:
-    """Closed-form column scale of a key tile: ``c_g = sqrt(mean_d t^2)``, divided by the power of two
-    nearest to its geometric mean over the live tokens (rint of the mean log2); 1 where it is 0;
-    clamped to [2^-12, 2^14]."""
+    """Closed-form column scale of a key tile: ``c_g = sqrt(mean_d t^2)``, divided by the power of
+    two nearest to its geometric mean over the live tokens (rint of the mean log2); 1 where it is
+    0; clamped to [2^-12, 2^14]."""
     c = t.square().mean(1).sqrt()
     counted = cols & (c > 0)
     log2 = torch.where(counted, c, 1.0).log2()
@@ -225,9 +235,9 @@ def token_rms(t: Tensor, cols: Tensor) -> Tensor:
 
 
 def channel_spread(t: Tensor, rows: Tensor) -> Tensor:
-    """Closed-form column scale of a value tile: each token divided by its deviation, then per channel
-    ``c_d = (max(ms - mu^2, ms/64) * ms)^(1/4)`` with ms the mean square, mu the mean over tokens.
-    Tokens with deviation 0 are left out; 1 where c is 0; clamped to [2^-12, 2^14]."""
+    """Closed-form column scale of a value tile: each token divided by its deviation, then per
+    channel ``c_d = (max(ms - mu^2, ms/64) * ms)^(1/4)`` with ms the mean square, mu the mean over
+    tokens. Tokens with deviation 0 are left out; 1 where c is 0; clamped to [2^-12, 2^14]."""
     sigma = _std(t, torch.ones_like(t, dtype=torch.bool), 2)
     counted = rows & (sigma > 0)
     count = counted.sum(-1, keepdim=True).clamp(min=1)
@@ -284,9 +294,7 @@ def moments(x: Tensor, q: Tensor, w: Tensor) -> Moments:
     # A residual mean of dx is rounding of mx; adding it makes rows with a large bias exact.
     mx = mx + (w * dx).sum(-1)
     dx = x - mx[:, :, None]
-    return Moments(
-        mx, mq, (w * dx * dx).sum(-1), (w * dx * dq).sum(-1), (w * dq * dq).sum(-1)
-    )
+    return Moments(mx, mq, (w * dx * dx).sum(-1), (w * dx * dq).sum(-1), (w * dq * dq).sum(-1))
 
 
 def least_squares(m: Moments, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -318,8 +326,9 @@ def refit_columns(
 ) -> Tensor:
     """Step 4: ``c_j *= clamp(sum_i v_i X_ij y_ij / sum_i v_i y_ij^2, 1/2, 2)``, rounded to fp16.
 
-    Row weight ``v_i = 1/max(Sxx_i, 2^-20 mx_i^2)``, 0 if that is 0 or the row a dead token. (2^-20 is
-    the square of the floor of step 7: a row that is constant up to rounding must not own the refit.)
+    Row weight ``v_i = 1/max(Sxx_i, 2^-20 mx_i^2)``, 0 if that is 0 or the row a dead token. (2^-20
+    is the square of the floor of step 7: a row that is constant up to rounding must not own the
+    refit.)
     """
     spread = torch.maximum(m.xx, _MEAN_FLOOR**2 * m.mx.square())
     counted = rows & (spread > 0)
@@ -340,7 +349,7 @@ def unbiased(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Steps 1-6 of the unbiased fit, from a column scale ``c [N, C]`` on.
 
-    -> (codes, s', z', column scale, row means mx): everything that :func:`store` needs.
+    -> (codes, s', z', column scale, row means mx): everything that `store` needs.
     """
     n = 2**bits - 1
     c = to_half(_clamp_scale(c))  # end of step 1
@@ -361,7 +370,8 @@ def unbiased(
     c = refit_columns(x, q * s[:, :, None] + z[:, :, None], c, m, rows, cols)
     x, w = t / c[:, None, :], column_weights(c, cols)
 
-    # Step 5: rows again (the last codes are those of this s, z), then the scale that does not shrink.
+    # Step 5: rows again (the last codes are those of this s, z), then the scale that does not
+    # shrink.
     m = moments(x, codes_of(x, s, z, n), w)
     s, z = least_squares(m, s, z)
     q = codes_of(x, s, z, n)
@@ -382,15 +392,23 @@ def unbiased(
 
 
 def store(
-    t: Tensor, q: Tensor, s: Tensor, z: Tensor, c: Tensor, mx: Tensor, rows: Tensor, cols: Tensor, bits: int
+    t: Tensor,
+    q: Tensor,
+    s: Tensor,
+    z: Tensor,
+    c: Tensor,
+    mx: Tensor,
+    rows: Tensor,
+    cols: Tensor,
+    bits: int,
 ) -> Tile:
     """Step 7, both fits: floor, share a power of two between the axes, round to 16 bits.
 
     - Floor ``s >= 2^-10 |mx|``. Where it acts the centre of the range stays,
-      ``z'' = z + s*n/2 - s''*2^(b-1)``, and the codes are taken again. So zero points stay below about
-      2^10, and a constant row reads back as itself within 16-bit rounding.
-    - ``k = rint((log2 max s - log2 max c)/2)`` over live rows and columns; s is stored divided by 2^k, c
-      multiplied: the product is what counts, each factor stays in range.
+      ``z'' = z + s*n/2 - s''*2^(b-1)``, and the codes are taken again. So zero points stay below
+      about 2^10, and a constant row reads back as itself within 16-bit rounding.
+    - ``k = rint((log2 max s - log2 max c)/2)`` over live rows and columns; s is stored divided by
+      2^k, c multiplied: the product is what counts, each factor stays in range.
     - ``zp = z / (s16 * 2^k)``, with the stored scale; 0 where that is 0.
     """
     n = 2**bits - 1
@@ -442,8 +460,8 @@ def quantize(
 ) -> CanonicalRecords:
     """Key and value ``[N, G, Hkv, D]`` -> canonical codes and scales, computed in ``dtype``.
 
-    A dead token is judged on the row as given and gets codes 0 and token scale NaN (bad) or 0 (zero);
-    no live token depends on it. ``pack_records`` makes the record bytes of the result.
+    A dead token is judged on the row as given and gets codes 0 and token scale NaN (bad) or 0
+    (zero); no live token depends on it. ``pack_records`` makes the record bytes of the result.
     """
     if iterations is None:
         iterations = DEFAULT_ITERATIONS[fit]
@@ -466,9 +484,8 @@ def quantize(
 
     k = side(key, fmt.key_bits, True)
     v = side(value, fmt.value_bits, False)
-    fields = (k.codes, k.row_scale, k.zero_point, k.col_scale)
-    fields += (v.codes, v.row_scale, v.zero_point, v.col_scale)
-    return CanonicalRecords(*(f.unflatten(0, (-1, heads)) for f in fields))
+    # Tile and CanonicalRecords have their fields in the same order.
+    return CanonicalRecords(*(field.unflatten(0, (-1, heads)) for field in (*k, *v)))
 
 
 def dequantize(
@@ -478,9 +495,12 @@ def dequantize(
     rotated: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Canonical codes and scales -> key, value ``[N, G, Hkv, D]``, computed and returned in ``dtype``:
-    ``K[g,d] = (q[d,g] + zp[d]) * s_chan[d] * s_tok[g]``,
-    ``V[g,d] = (q[g,d] + zp[g]) * s_tok[g] * s_chan[d]``, rotated back unless ``rotated``."""
+    """Canonical codes and scales -> key, value ``[N, G, Hkv, D]``, in ``dtype``.
+
+    ``key[g, d] = (q[d, g] + zp[d]) * s_chan[d] * s_tok[g]`` and
+    ``value[g, d] = (q[g, d] + zp[g]) * s_tok[g] * s_chan[d]``, multiplied from left to right, then
+    rotated back unless ``rotated``.
+    """
 
     def tile(codes: Tensor, scale: Tensor, zero: Tensor, col_scale: Tensor) -> Tensor:
         x = (codes.to(dtype) + zero.to(dtype)[..., None]) * scale.to(dtype)[..., None]
@@ -501,8 +521,8 @@ def key_position(token: Tensor, channel: Tensor, head_dim: int) -> tuple[Tensor,
     """(lane, half2 number of the lane, half of it) that holds the K code of (token, channel).
 
     The A operand of mma.m16n8k16: lane (r, c) = divmod(lane, 4) owns rows r, r + 8 and columns 2c,
-    2c+1, 2c+8, 2c+9 of a 16 x 16 fragment. Rows stand for tokens 64i + 8r + 0..7, columns for channels
-    32j + 8c + 0..7, two and four at a time.
+    2c+1, 2c+8, 2c+9 of a 16 x 16 fragment. Rows stand for tokens 64i + 8r + 0..7, columns for
+    channels 32j + 8c + 0..7, two and four at a time.
     """
     row_tile = token // 64 * 4 + token % 8 // 2
     col_tile = channel // 32 * 2 + channel % 8 // 4
@@ -526,9 +546,10 @@ def code_bit_addresses(group: int, head_dim: int, bits: int, key: bool) -> Tenso
     """Where bit j of the code of (token, channel) lies in the codes of a tile: int64 [G, D, bits],
     counted in bits from the first byte, low bits first.
 
-    A lane's half2 are fields of two half-words: 16/bits to a 32-bit word, each field's halves 16 bits
-    apart. With 3 bits a unit of three words holds 16: five fields a half-word each, and of the 16th bit
-    j stands at the top (bit 15) of the half-words of word j. A lane has 16 bytes of every 512.
+    A lane's half2 are fields of two half-words: 16/bits to a 32-bit word, each field's halves 16
+    bits apart. With 3 bits a unit of three words holds 16: five fields a half-word each, and of
+    the 16th bit j stands at the top (bit 15) of the half-words of word j. A lane has 16 bytes of
+    every 512.
     """
     token = torch.arange(group)[:, None]
     channel = torch.arange(head_dim)[None, :]
@@ -553,17 +574,16 @@ def pack_codes(codes: Tensor, bits: int, key: bool) -> Tensor:
     """Codes [..., G, D], one a byte -> bytes in fragment order [..., G*D*bits/8]."""
     group, dim = codes.shape[-2:]
     address = code_bit_addresses(group, dim, bits, key).flatten()
-    stream = ((codes[..., None] >> torch.arange(bits, dtype=torch.uint8)) & 1).flatten(-3)
+    stream = _bits_of_codes(codes.flatten(-2), bits)
     placed = torch.empty_like(stream)
     placed[..., address] = stream
     return _bytes_of_bits(placed)
 
 
 def unpack_codes(packed: Tensor, group: int, head_dim: int, bits: int, key: bool) -> Tensor:
-    """The inverse of :func:`pack_codes`: codes uint8 [..., G, D]."""
+    """The inverse of `pack_codes`: codes uint8 [..., G, D]."""
     address = code_bit_addresses(group, head_dim, bits, key)
-    stream = _bits_of_bytes(packed)[..., address]
-    return (stream << torch.arange(bits, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    return _number_of_bits(_bits_of_bytes(packed)[..., address])
 
 
 def pack_records(canonical: CanonicalRecords, fmt: Format) -> Tensor:
@@ -598,7 +618,7 @@ def quantize_tiles(
     iterations: int | None = None,
     rotated: bool = False,
 ) -> Tensor:
-    """Key and value [N, G, Hkv, D] -> records uint8 [N, Hkv, record_bytes]; see :func:`quantize`."""
+    """Key and value [N, G, Hkv, D] -> records uint8 [N, Hkv, record_bytes]; see `quantize`."""
     made = quantize(key, value, fmt, fit=fit, iterations=iterations, rotated=rotated)
     return pack_records(made, fmt)
 
@@ -610,7 +630,7 @@ def dequantize_tiles(
     dtype: torch.dtype = torch.float16,
     rotated: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Records -> key, value [N, G, Hkv, D]; see :func:`dequantize`."""
+    """Records -> key, value [N, G, Hkv, D]; see `dequantize`."""
     key, value = dequantize(unpack_records(records, fmt), fmt, rotated=rotated)
     return key.to(dtype), value.to(dtype)
 
@@ -647,8 +667,8 @@ def seal_blocks(
     iterations: int | None = None,
     count: Tensor | None = None,
 ) -> None:
-    """``cache[blocks[i]]`` = records of ``staging[slots[i]]`` for i < count, in place; an entry whose
-    slot or block is negative is skipped."""
+    """``cache[blocks[i]]`` = records of ``staging[slots[i]]`` for i < count, in place; an entry
+    whose slot or block is negative is skipped."""
     limit = len(slots) if count is None else int(count)
     for slot, block in list(zip(slots.tolist(), blocks.tolist(), strict=True))[:limit]:
         if slot >= 0 and block >= 0:
@@ -694,10 +714,11 @@ def decode_attention(
     """``softmax(sm_scale * q.k [soft-capped] + mask) . v`` over records and staged tiles.
 
     q [T, Hq, D]; -> (out [T, Hq, D], lse [T, Hq], natural log), both in ``dtype`` and not rounded.
-    The n query tokens of a sequence are its last ones: query i stands at ``p = seq_len - n + i`` and
-    sees keys j with ``j <= p`` if causal and ``j >= p - window_left`` if that is not negative. A sink is
-    one more logit that only the denominator (and so the LSE) sees. A query without visible keys has
-    output 0, and LSE -inf or the sink's logit; a sequence of length 0 always LSE -inf.
+    The n query tokens of a sequence are its last ones: query i stands at ``p = seq_len - n + i``
+    and sees keys j with ``j <= p`` if causal and ``j >= p - window_left`` if that is not negative.
+    A sink is one more logit that only the denominator (and so the LSE) sees. A query without
+    visible keys has output 0, and LSE -inf or the sink's logit; a sequence of length 0 always LSE
+    -inf.
 
     Records are in the rotated basis (scores from ``q H``), staged tiles in the original one (scores
     from q). Outputs are linear: the records' part is summed in the rotated basis and rotated once.
@@ -771,8 +792,9 @@ def gather_kv(
     rotated: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Packed pages -> key, value [cu_seq_lens[-1], Hkv, D] in ``dtype``: token t of sequence b at row
-    ``cu_seq_lens[b] + t``. Records are rotated back, or with ``rotated`` staged rows rotated."""
+    """Packed pages -> key, value [cu_seq_lens[-1], Hkv, D] in ``dtype``: token t of sequence b at
+    row ``cu_seq_lens[b] + t``. Records are rotated back, or with ``rotated`` staged rows
+    rotated."""
     shape = (int(cu_seq_lens[-1]), cache.shape[1], fmt.head_dim)
     key_out, value_out = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
     for b, length in enumerate(seq_lens.tolist()):
@@ -791,9 +813,11 @@ def gather_kv(
 def merge_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Two partial attentions [T, H, D] with LSE [T, H] of the same queries over disjoint keys -> one:
-    ``lse = log(exp(lse_a) + exp(lse_b))``, ``out = out_a*exp(lse_a - lse) + out_b*exp(lse_b - lse)``.
-    A part with LSE -inf is empty and is not read."""
+    """Two partial attentions [T, H, D] with LSE [T, H] of the same queries, over disjoint keys.
+
+    ``lse = log(exp(lse_a) + exp(lse_b))``, ``out = out_a * exp(lse_a - lse) + out_b * exp(lse_b -
+    lse)``. A part with LSE -inf is empty and is not read.
+    """
     lse = torch.logaddexp(lse_a.double(), lse_b.double())
 
     def part(out: Tensor, own: Tensor) -> Tensor:

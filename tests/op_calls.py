@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +34,11 @@ def parameters(op: str) -> tuple[str, ...]:
 
 def call(op: str, *, ones: bool = False) -> Call:
     """Every argument of a valid call, `out` included; `ones`: sizes are 1 where they can be."""
+    return copy.deepcopy(_call(op, ones))
+
+
+@functools.cache
+def _call(op: str, ones: bool) -> Call:
     torch.manual_seed(1)
     fmt, g, d, rb = FMT, FMT.group, FMT.head_dim, FMT.record_bytes
     n, hkv, hq, b, width, slots = (1,) * 6 if ones else (2, 2, 6, 3, 2, 4)

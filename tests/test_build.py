@@ -104,7 +104,13 @@ def test_fault27_op_libraries_need_no_cuda_and_no_python_library(library):
         assert not re.match(r"lib(cuda|cudart|nvrtc|python|torch_python|torch_cuda|c10)", name)
 
 
-def test_fault27_cuda_library_has_code_for_hopper_and_ptx():
+def test_fault27_default_architectures_have_ptx():
+    names = (ROOT / "cmake/architectures.txt").read_text().split()
+    assert "90a-real" in names
+    assert any(not name.endswith("-real") for name in names)  # CMake: machine code and PTX
+
+
+def test_fault27_cuda_library_has_the_code_that_it_says():
     info = _host.build_info()
     if info["cuda_version"] is None:
         pytest.skip("built without nvcc")

@@ -154,22 +154,32 @@ def distributions(head_dim: int, group: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(("fit", "iterations"), COLUMN_SCALES)
 def test_ops_agree_with_reference(head_dim, group, bits, fit, iterations):
-    """Codes differ in less than 0.03 % (0.1 % at 8 bits, where a column scale that rounds to the
-    other fp16 neighbour moves a tenth of the codes of its column), tiles by less than 5e-3."""
-    limit = 1e-3 if bits == 8 else 3e-4
+    """Codes differ in less than 0.03 %, values that have the same code by less than 5e-3.
+
+    The reference in fp32 and in fp64 are no nearer to each other. More at 8 bits, where a column
+    scale that rounds to the other fp16 neighbour moves a tenth of its column's codes, and with
+    Sinkhorn's scales in the unbiased fit, where a tie of two best rounds changes the column
+    weights.
+    """
+    limit = 3e-4 * (4 if bits == 8 else 1) * (20 if (fit, iterations) == ("unbiased", 4) else 1)
     fmt = same_bits(bits, head_dim, group)
-    different = count = 0.0
+    different = count = 0
     for name, x in distributions(head_dim, group).items():
         x = x.half().float()
-        ours = ENCODERS["ops"](x, x.flip(1), fmt, fit, iterations)
-        theirs = ENCODERS["reference"](x, x.flip(1), fmt, fit, iterations)
-        for a, b in ((ours.key, theirs.key), (ours.value, theirs.value)):
+        ours = ENCODERS["ops"](x, x.flip(1), fmt, fit, iterations, rotated=True)
+        theirs = ENCODERS["reference"](x, x.flip(1), fmt, fit, iterations, rotated=True)
+        same_key = ours.canonical.key_codes == theirs.canonical.key_codes
+        same_value = ours.canonical.value_codes == theirs.canonical.value_codes
+        different += int((~same_key).sum() + (~same_value).sum())
+        count += same_key.numel() + same_value.numel()
+        same_key, same_value = same_key[:, 0].mT, same_value[:, 0]
+        for a, b, same in (
+            (ours.key, theirs.key, same_key),
+            (ours.value, theirs.value, same_value),
+        ):
             assert torch.equal(a.isnan(), b.isnan()), name
-            assert relative_error(a.nan_to_num(), b.nan_to_num()) < 5e-3, name
-        for field in ("key_codes", "value_codes"):
-            a, b = getattr(ours.canonical, field), getattr(theirs.canonical, field)
-            different += float((a != b).sum())
-            count += a.numel()
+            a, b = (torch.where(same, x[:, :, 0].nan_to_num(), 0) for x in (a, b))
+            assert relative_error(a, b) < (1e-2 if fit == "unbiased" and iterations else 5e-3), name
     assert different < limit * count
 
 

@@ -178,7 +178,7 @@ VALUES: dict[str, list[tuple[str, Any, str]]] = {
         (
             "canonical",
             (torch.ones(1),),
-            "canonical must be a kvarn.CanonicalRecords, got tuple of 1",
+            "canonical must be a kvarn.CanonicalRecords, got tuple",
         ),
     ],
     "append_kv": [("fmt", 4, f"{FMT_RULE}, got 4")],
@@ -384,7 +384,7 @@ def test_fault27_device_without_kernels() -> None:
 
 METADATA: list[tuple[str, str, Any, str]] = [
     (
-        "append_kv", "slot_mapping", torch.tensor([0, 192, 0]),
+        "append_kv", "slot_mapping", torch.tensor([64, 192, 0]),
         "slot_mapping must be less than 192 (3 blocks of 64), got 192 at index 1",
     ),
     (
@@ -510,7 +510,6 @@ def test_fault23_workspace_to_the_byte() -> None:
 
 # Direct calls of torch.ops.kvarn.
 
-RAW_PAGED = {**PAGED}
 #: As TENSORS, for the arguments whose name or rule is not the same there.
 RAW_TENSORS: dict[str, dict[str, str]] = {
     "hadamard_transform": {"x": f"{FLOATS} [..., D]"},

@@ -71,6 +71,15 @@ FAMILIES = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """The tensors are tiny: on a busy machine threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def make_model(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **options):
     name, own = FAMILIES[family]
     config_name = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
@@ -192,7 +201,8 @@ def test_batch_of_unequal_lengths_equals_single_runs():
         alone = KVarNCache(model.config, "kvarn_k4v4_g64", recent_blocks=0)
         expected = run(model, ids[row : row + 1, 330 - length :], alone, [length])
         assert relative_error(logits[row : row + 1, 330 - length :], expected) < 2e-3
-    assert cache.paged.length(cache._seqs[1]) == 64
+    cache.crop(0)  # the last forward pass counts once it cannot be cropped any more
+    assert [cache.paged.length(seq) for seq in cache._seqs] == lengths
 
 
 def test_a_chunk_may_be_all_padding_for_a_row():
@@ -300,14 +310,15 @@ def test_beams_with_sealed_blocks_equal_rows_run_alone():
     model = make_model("qwen3")
     ids = tokens(1, 190)
     cache = KVarNCache(model.config, "kvarn_k4v4_g64", sink_blocks=0, recent_blocks=0)
-    out = generate(model, ids, cache, num_beams=3, new=30)
-    # The cache now holds the last beams: it must read as a fresh one fed with the same tokens.
-    row = torch.cat([ids, out], 1)[:, : cache.get_seq_length()]
-    fresh = KVarNCache(model.config, "kvarn_k4v4_g64", sink_blocks=0, recent_blocks=0)
-    expected = run(model, torch.cat([row, tokens(1, 3)], 1), fresh, [row.shape[1] + 3])[:, -3:]
-    cache.batch_select_indices(torch.tensor([0]))
-    logits = run(model, tokens(1, 3), cache, [3])
-    assert relative_error(logits, expected) < 2e-3
+    beams = generate(model, ids, cache, num_beams=3, num_return_sequences=3, new=30)
+    # The cache now holds beams: one of its rows must read as a fresh cache fed with these tokens.
+    probe = tokens(1, 3)
+    logits = run(model, probe.expand(3, 3), cache, [3])
+    for beam in beams:
+        fed = torch.cat([ids, beam[None, :-1], probe], 1)
+        fresh = KVarNCache(model.config, "kvarn_k4v4_g64", sink_blocks=0, recent_blocks=0)
+        expected = run(model, fed, fresh, [fed.shape[1]])[:, -3:]
+        assert min(relative_error(row[None], expected) for row in logits) < 2e-3
 
 
 def test_batch_repeat_and_select():
@@ -471,7 +482,7 @@ def test_fault26_other_arguments_of_attention_are_refused():
     for name in ("position_bias", "cu_seq_lens_q"):
         with refused(f"the attention argument {name} is not supported"):
             model(ids, cache=KVarNCache(model.config), **{name: torch.zeros(1)})
-    with refused("attention must be causal"):
+    with refused("(attention must be causal|masks other than causal)"):
         model(ids, cache=KVarNCache(model.config), is_causal=False)
     with pytest.raises(ValueError, match="attn_implementation"):
         model.generate(

@@ -86,14 +86,14 @@ inline float weight(float a, float b) { return a == -kInfinity ? 0.f : a == b ? 
 
 /// Memory of an attend() call.
 struct Scratch {
-  float* query;    ///< [rows, D], times sm_scale
-  float* rotated;  ///< [rows, D], query in the rotated basis
+  float* query;        ///< [rows, D], times sm_scale
+  float* rotated;      ///< [rows, D], query in the rotated basis
   float* out_rotated;  ///< [rows, D] sums of P V over records, channels in the order of the plan
-  float* out;      ///< [rows, D] sums over staged tiles
-  float* scores;   ///< [rows, G]
-  float* scaled;   ///< [kRowBlock, D] Q'; also a row to rotate
-  float* strip;    ///< [kStrip, D]
-  float* columns;  ///< [D, kStrip]
+  float* out;          ///< [rows, D] sums over staged tiles
+  float* scores;       ///< [rows, G]
+  float* scaled;       ///< [kRowBlock, D] Q'; also a row to rotate
+  float* strip;        ///< [kStrip, D]
+  float* columns;      ///< [D, kStrip]
   uint32_t* codes;
   float* channel_scale;  ///< [D]
   float* channel_zero;   ///< [D]
@@ -186,7 +186,8 @@ class Attention {
         if (next != nullptr) prefetch(next);
         (this->*score)(record);
         prepare_values(record);
-        for (int row = 0; row < rows_.count; ++row) probabilities(row, plan_.token, 0, group_, true);
+        for (int row = 0; row < rows_.count; ++row)
+          probabilities(row, plan_.token, 0, group_, true);
         (this->*accumulate)(record);
       } else {
         staged_tile(tile);
@@ -231,9 +232,7 @@ class Attention {
 
   int64_t block(int64_t tile) const { return p_.kv.block_table.at(rows_.seq, tile); }
 
-  int64_t slot(int64_t tile) const {
-    return p_.kv.block_slot ? p_.kv.block_slot[block(tile)] : -1;
-  }
+  int64_t slot(int64_t tile) const { return p_.kv.block_slot ? p_.kv.block_slot[block(tile)] : -1; }
 
   /// The record of a tile; null if it is staged.
   const uint8_t* find(int64_t tile) const {
@@ -415,14 +414,12 @@ class Attention {
     const int channel = 2 * (pass * unit_fragments(kBits) + kFragment) * plan.lanes;
     for (int lane = 0; lane < plan.lanes; lane += kLanesOf<V>) {
       V sums[2][kRows];
-      multiply_codes<kBits, kFragment, kFragment + 1>(plan, words + lane,
-                                                      s_.scores + first * group_, group_,
-                                                      kTokenStride, sums);
+      multiply_codes<kBits, kFragment, kFragment + 1>(
+          plan, words + lane, s_.scores + first * group_, group_, kTokenStride, sums);
       for (int i = 0; i < 2; ++i) {
         const V scale = load<V>(s_.channel_scale + channel + i * plan.lanes + lane);
         for (int row = 0; row < kRows; ++row) {
-          float* const to =
-              s_.out_rotated + (first + row) * dim_ + channel + i * plan.lanes + lane;
+          float* const to = s_.out_rotated + (first + row) * dim_ + channel + i * plan.lanes + lane;
           store(to, fma(sums[i][row] + splat<V>(zero_[first + row]), scale, load<V>(to)));
         }
       }
@@ -537,7 +534,8 @@ class Attention {
       accumulate_tokens<kRows>(first, first_token, begin, end);
       for (int row = first; row < first + kRows; ++row) {
         const int row_end = clamp(end_[row]);
-        accumulate_tokens<1>(row, first_token, clamp(begin_[row]), row_end < begin ? row_end : begin);
+        accumulate_tokens<1>(row, first_token, clamp(begin_[row]),
+                             row_end < begin ? row_end : begin);
         accumulate_tokens<1>(row, first_token, end, row_end);
       }
     });
@@ -645,7 +643,7 @@ inline void merge(float* out_a, float* lse_a, const float* out_b, const float* l
 }
 
 inline void merge_row(const MergeParams& p, int64_t token, int32_t head, float* scratch) {
-  const auto at = [=](const int64_t(&stride)[2]) { return token * stride[0] + head * stride[1]; };
+  const auto at = [=](const int64_t (&stride)[2]) { return token * stride[0] + head * stride[1]; };
   float* const a = scratch;
   float* const b = scratch + p.head_dim;
   float lse = p.lse_a[at(p.lse_a_stride)];
@@ -702,7 +700,7 @@ inline void copy_rows(const void* in, DType in_dtype, int64_t in_offset, int64_t
 }  // namespace
 
 extern const AttentionKernels kAttentionKernels;
-const AttentionKernels kAttentionKernels = {attend, attend_scratch_bytes, finish,
-                                            merge,  merge_row,            copy_rows};
+const AttentionKernels kAttentionKernels = {
+    attend, attend_scratch_bytes, finish, merge, merge_row, copy_rows};
 
 }  // namespace kvarn::cpu::KVARN_ISA

@@ -45,8 +45,8 @@ inline Status check_blocks(const PagedKV& kv, int64_t seq, int64_t begin, int64_
     if (slot < -1 || slot >= kv.staging.slots) {
       return Status::invalid("block_slot must be -1 or a staging slot below " +
                              std::to_string(kv.staging.slots) + ", got " + std::to_string(slot) +
-                             " of block " + std::to_string(block) + " (block_table" +
-                             place(tile) + ")");
+                             " of block " + std::to_string(block) + " (block_table" + place(tile) +
+                             ")");
     }
   }
   return {};

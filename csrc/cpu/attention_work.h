@@ -10,8 +10,8 @@
 //   items    |a  |b     |c                           |d      |
 //   pieces               |c0 |c1             |c2     |
 //
-// Default: a piece is what a share has of an item; it depends on the number of threads. split_tokens:
-// a piece is a split, the same ones always, and added up in the same order.
+// Default: a piece is what a share has of an item; it depends on the number of threads.
+// split_tokens: a piece is a split, the same ones always, and added up in the same order.
 #pragma once
 
 #include <algorithm>
@@ -141,8 +141,8 @@ class Work {
     WorkItem item{};
     item.seq = seq;
     item.first_row = row;
-    item.rows = static_cast<int32_t>(
-        std::min<int64_t>(kMaxQueryRows, queries(seq) * heads_per_kv_ - row));
+    item.rows =
+        static_cast<int32_t>(std::min<int64_t>(kMaxQueryRows, queries(seq) * heads_per_kv_ - row));
     seen_tiles(seq, row / heads_per_kv_, (row + item.rows - 1) / heads_per_kv_ + 1,
                &item.tile_begin, &item.tile_end);
     const int64_t end = (item.tile_end + unit_tiles_ - 1) / unit_tiles_;

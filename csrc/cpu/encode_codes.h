@@ -56,6 +56,37 @@ inline void or_word(uint8_t* codes, int word, int lane, uint32_t x) {
   store_word(codes, word, lane, load_word(codes, word, lane) | x);
 }
 
+/// 3 bits: four fragments share three words; this is number kPlace of the four.
+template <int kPlace>
+void put_fragment3(uint8_t* codes, int first_word, int lane, const Registers& r) {
+  uint32_t words[3] = {};
+  for (int i = 0; i < kFragmentRegisters; ++i) {
+    const FieldPosition at = field_position(kFragmentRegisters * kPlace + i, 3);
+    if (at.shift < 15) {
+      words[at.word] |= r.of[i] << at.shift;
+    } else {
+      for (int k = 0; k < 3; ++k) words[k] |= (r.of[i] >> k & 0x00010001u) << 15;
+    }
+  }
+  for (int k = 0; k < 3; ++k) or_word(codes, first_word + k, lane, words[k]);
+}
+
+template <int kPlace>
+Registers get_fragment3(const uint8_t* codes, int first_word, int lane) {
+  uint32_t words[3];
+  for (int k = 0; k < 3; ++k) words[k] = load_word(codes, first_word + k, lane);
+  Registers r{};
+  for (int i = 0; i < kFragmentRegisters; ++i) {
+    const FieldPosition at = field_position(kFragmentRegisters * kPlace + i, 3);
+    if (at.shift < 15) {
+      r.of[i] = words[at.word] >> at.shift & 0x00070007u;
+    } else {
+      for (int k = 0; k < 3; ++k) r.of[i] |= (words[k] >> 15 & 0x00010001u) << k;
+    }
+  }
+  return r;
+}
+
 /// Into codes that were zero before the first fragment came.
 template <int kBits>
 void put_fragment(uint8_t* codes, int fragment, int lane, const Registers& r) {
@@ -68,15 +99,16 @@ void put_fragment(uint8_t* codes, int fragment, int lane, const Registers& r) {
     const uint32_t x = r.of[0] | r.of[1] << 2 | r.of[2] << 4 | r.of[3] << 6;
     or_word(codes, fragment / 2, lane, x << fragment % 2 * 8);
   } else {
-    for (int i = 0; i < kFragmentRegisters; ++i) {
-      const FieldPosition at = field_position(kFragmentRegisters * fragment + i, 3);
-      if (at.shift < 15) {
-        or_word(codes, at.word, lane, r.of[i] << at.shift);
-      } else {
-        for (int k = 0; k < 3; ++k) {
-          or_word(codes, at.word + k, lane, (r.of[i] >> k & 0x00010001u) << 15);
-        }
-      }
+    const int first_word = fragment / 4 * 3;
+    switch (fragment % 4) {
+      case 0:
+        return put_fragment3<0>(codes, first_word, lane, r);
+      case 1:
+        return put_fragment3<1>(codes, first_word, lane, r);
+      case 2:
+        return put_fragment3<2>(codes, first_word, lane, r);
+      default:
+        return put_fragment3<3>(codes, first_word, lane, r);
     }
   }
 }
@@ -94,18 +126,17 @@ Registers get_fragment(const uint8_t* codes, int fragment, int lane) {
                                   : load_word(codes, fragment / 2, lane) >> fragment % 2 * 8;
     return {{x & kMask, x >> kBits & kMask, x >> 2 * kBits & kMask, x >> 3 * kBits & kMask}};
   }
-  Registers r{};
-  for (int i = 0; i < kFragmentRegisters; ++i) {
-    const FieldPosition at = field_position(kFragmentRegisters * fragment + i, 3);
-    if (at.shift < 15) {
-      r.of[i] = load_word(codes, at.word, lane) >> at.shift & kMask;
-    } else {
-      for (int k = 0; k < 3; ++k) {
-        r.of[i] |= (load_word(codes, at.word + k, lane) >> 15 & 0x00010001u) << k;
-      }
-    }
+  const int first_word = fragment / 4 * 3;
+  switch (fragment % 4) {
+    case 0:
+      return get_fragment3<0>(codes, first_word, lane);
+    case 1:
+      return get_fragment3<1>(codes, first_word, lane);
+    case 2:
+      return get_fragment3<2>(codes, first_word, lane);
+    default:
+      return get_fragment3<3>(codes, first_word, lane);
   }
-  return r;
 }
 
 template <int kBits>

@@ -304,6 +304,8 @@ CodeMoments take_codes(const float* __restrict x, const float* __restrict shift,
                        float offset, float levels, const float* __restrict weight, float rest,
                        int cols, float* __restrict q) {
   const float inverse = inverse_or_0(scale);
+  // Moments about the code of x = 0, the mean of a centred row: little is lost by subtraction.
+  const float middle = round_even(clip(-offset * inverse, 0.f, levels));
   float sum = 0;
   float squares = 0;
   float products = 0;
@@ -311,13 +313,14 @@ CodeMoments take_codes(const float* __restrict x, const float* __restrict shift,
   for (int j = 0; j < cols; ++j) {
     const float place = (x[j] - offset) * inverse + (kShifted ? shift[j] : 0.f);
     const float code = round_even(clip(place, 0.f, levels));
-    const float weighted = weight[j] * code;
+    const float distance = code - middle;
+    const float weighted = weight[j] * distance;
     q[j] = code;
     sum += weighted;
-    squares += weighted * code;
+    squares += weighted * distance;
     products += weighted * x[j];
   }
-  return {sum, squares - sum * sum, products - sum * rest};
+  return {middle + sum, squares - sum * sum, products - sum * rest};
 }
 
 /// Least squares of x against the codes.

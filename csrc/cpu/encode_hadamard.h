@@ -8,8 +8,9 @@ namespace {
 
 /// The transform of x [dim] in Sylvester order, not scaled; returns x or y, whichever holds it, the
 /// other one is overwritten. Every stage is the same (Pease): butterflies of the two halves, their
-/// results side by side, so that all of them are loops over neighbours.
-inline float* walsh_hadamard(float* __restrict x, float* __restrict y, int dim) {
+/// results side by side, so that all of them are loops over neighbours. Never inlined: GCC then
+/// forgets that x and y do not overlap and leaves the loop scalar.
+__attribute__((noinline)) float* walsh_hadamard(float* __restrict x, float* __restrict y, int dim) {
   for (int stage = 1; stage < dim; stage *= 2) {
     const int half = dim / 2;
 #pragma omp simd

@@ -1,16 +1,20 @@
 // hadamard_transform: out = scale * (x @ W) over the last dimension, 16..1024.
 //
 // Roofline. Each element is read once and written once: 4 bytes for the 16-bit types, 8 for fp32.
-// Per element the work is log2(D) additions, one multiplication, two conversions, and log2(lanes)
-// shuffles: three up to D = 256, where eight lanes share a row, five at D = 1024. On an H200 (132
-// SMs, 1.98 GHz, 128 additions and 32 shuffled words a clock and SM) the shuffles of fp16
-// [64k, 1024] take 40 us, all of its instructions 35 us, and its 268 MB 67 us at the rate of a
-// device-to-device copy. Memory bounds every case.
+// Per element the work is log2(D) additions, one multiplication, two conversions and log2(lanes of
+// a row) shuffles: two at D = 64, three at 128 and 256, five at 1024. On an H200 (132 SMs, 1.98
+// GHz, 128 additions and 32 shuffled words a clock and SM) the worst case, fp16 [64k, 1024], takes
+// 40 us of shuffles and 35 us of instructions, side by side, and 67 us for its 268 MB at the rate
+// of a device-to-device copy. Memory bounds every case.
 //
-// So the kernel is a copy with arithmetic on the way: 16 bytes a load and store, all loads of a
-// thread in flight before its first butterfly, whole 128-byte lines of a row in one access of a
-// warp (rows of two lanes, 32 bytes an access, reach 77 % of the copy rate at D = 64), past L1
-// (1-4 % faster).
+// So the kernel is a copy with arithmetic on the way: 16 bytes a load and store; all loads of a
+// thread in flight before its first butterfly; at least 64 neighbouring bytes of a row in one
+// access of a warp; past L1; and no division to find a row where rows are one dimension.
+//
+// Measured, fp16, of the copy rate (3.9-4.1 TB/s), out of place / in place: [1M, 128] .98 / .96,
+// [256k, 256] .97 / .97, [2M, 64] .97 / .95, [64k, 1024] .99 / .97. Tried and dropped: 32 bytes of
+// a row in one access (.77 at D = 64), accesses through L1 (-.01 to -.04), 512 threads a block
+// (-.04 to -.1), half the shuffles by exchanging registers for lanes (.35-.75: its stores scatter).
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -26,10 +30,7 @@ namespace kvarn::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kElements = 32;    // of a thread
-constexpr int kMinRowLanes = 8;  // 8 x 16 bytes = one line
-template <class T>
-constexpr int kVector = device::kAccessBytes / static_cast<int>(sizeof(T));
+constexpr int kElements = 32;  // of a thread
 
 /// The three dimensions of rows; strides in elements.
 struct Rows {
@@ -39,33 +40,43 @@ struct Rows {
   int64_t count;
 };
 
-__device__ __forceinline__ void row_offsets(const Rows& rows, int64_t row, int64_t& x,
-                                            int64_t& out) {
-  if (rows.size[2] == rows.count) {
-    x = row * rows.x_stride[2];
-    out = row * rows.out_stride[2];
-    return;
+/// How a kernel finds its rows and how much it moves at once.
+enum class Path {
+  kFlat,     ///< one dimension of rows, accesses of 16 bytes
+  kStrided,  ///< three dimensions of rows, accesses of 16 bytes
+  kNarrow,   ///< three dimensions of rows, accesses of one element
+};
+
+struct Offsets {
+  int64_t x;
+  int64_t out;
+};
+
+template <Path kPath>
+__device__ __forceinline__ Offsets row_offsets(const Rows& rows, int64_t row) {
+  if constexpr (kPath == Path::kFlat) {
+    return {row * rows.x_stride[2], row * rows.out_stride[2]};
+  } else {
+    const int64_t outer = row / rows.size[2];
+    const int64_t i2 = row - outer * rows.size[2];
+    const int64_t i0 = outer / rows.size[1];
+    const int64_t i1 = outer - i0 * rows.size[1];
+    return {i0 * rows.x_stride[0] + i1 * rows.x_stride[1] + i2 * rows.x_stride[2],
+            i0 * rows.out_stride[0] + i1 * rows.out_stride[1] + i2 * rows.out_stride[2]};
   }
-  const int64_t outer = row / rows.size[2];
-  const int64_t i2 = row - outer * rows.size[2];
-  const int64_t i0 = outer / rows.size[1];
-  const int64_t i1 = outer - i0 * rows.size[1];
-  x = i0 * rows.x_stride[0] + i1 * rows.x_stride[1] + i2 * rows.x_stride[2];
-  out = i0 * rows.out_stride[0] + i1 * rows.out_stride[1] + i2 * rows.out_stride[2];
 }
 
-/// Elements of a row that one thread holds: at least 16 bytes.
-constexpr KVARN_HD int row_elements(int dim, int vector) {
-  const int wanted = dim / kMinRowLanes;
-  return wanted < vector ? vector : wanted < kElements ? wanted : kElements;
-}
+/// Elements of a row that one thread holds: an eighth, but 16 to 32 and at most half of the row.
+constexpr KVARN_HD int row_elements(int dim) { return dim <= 32 ? dim / 2 : dim <= 128 ? 16 : 32; }
 
 /// A row belongs to kLanes lanes; lane `part` of them holds its pieces part, part + kLanes, ...
 /// of kAccess elements each.
-template <class T, int kDim, int kAccess>
+template <class T, int kDim, Path kPath>
 __global__ void __launch_bounds__(kThreads)
     hadamard_kernel(const __grid_constant__ Rows rows, const T* x, T* out, float scale) {
-  constexpr int kRowElements = row_elements(kDim, kVector<T>);
+  constexpr int kAccess =
+      kPath == Path::kNarrow ? 1 : device::kAccessBytes / static_cast<int>(sizeof(T));
+  constexpr int kRowElements = row_elements(kDim);
   constexpr int kLanes = kDim / kRowElements;
   constexpr int kRows = kElements / kRowElements;  // of a thread
   constexpr int kPieces = kRowElements / kAccess;  // of a thread in a row
@@ -78,17 +89,16 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first = warp * (kRows * kRowStep) + lane / kLanes;
 
   device::Vector<T, kAccess> pieces[kRows * kPieces] = {};
-  int64_t out_offset[kRows];
+  Offsets offset[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int64_t row = first + r * kRowStep;
     if (row >= rows.count) break;
-    int64_t x_offset;
-    row_offsets(rows, row, x_offset, out_offset[r]);
+    offset[r] = row_offsets<kPath>(rows, row);
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       pieces[r * kPieces + i] =
-          device::load_once<T, kAccess>(x + x_offset + (i * kLanes + part) * kAccess);
+          device::load_once<T, kAccess>(x + offset[r].x + (i * kLanes + part) * kAccess);
     }
   }
 
@@ -96,7 +106,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int i = 0; i < kRows * kPieces; ++i) device::to_float(pieces[i], v + i * kAccess);
   device::butterfly_registers<1, kAccess>(v);
-  device::butterfly_lanes<kLanes>(v, lane);
+  device::butterfly_lanes<1, kLanes>(v, lane);
   device::butterfly_registers<kAccess, kRowElements>(v);
 
 #pragma unroll
@@ -104,7 +114,7 @@ __global__ void __launch_bounds__(kThreads)
     if (first + r * kRowStep >= rows.count) break;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      device::store_once(out + out_offset[r] + (i * kLanes + part) * kAccess,
+      device::store_once(out + offset[r].out + (i * kLanes + part) * kAccess,
                          device::from_float<T, kAccess>(v + (r * kPieces + i) * kAccess, scale));
     }
   }
@@ -138,8 +148,9 @@ Status run(const HadamardParams& p) {
     return Status::invalid("x must have at most " + std::to_string(kMaxBlocks * kRowsPerBlock) +
                            " rows on CUDA, got " + std::to_string(rows.count));
   }
-  const auto kernel =
-      aligned(p) ? hadamard_kernel<T, kDim, kVector<T>> : hadamard_kernel<T, kDim, 1>;
+  const auto kernel = !aligned(p)                  ? hadamard_kernel<T, kDim, Path::kNarrow>
+                      : rows.size[2] == rows.count ? hadamard_kernel<T, kDim, Path::kFlat>
+                                                   : hadamard_kernel<T, kDim, Path::kStrided>;
   return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, p.stream, rows,
                 static_cast<const T*>(p.x), static_cast<T*>(p.out), p.scale);
 }

@@ -5,9 +5,16 @@
 // spread over registers and lanes.
 #pragma once
 
-#include <cstdint>
+#include "kvarn/layout.h"
 
 namespace kvarn::device {
+
+/// 1/sqrt(dim) of a power of two, which makes the transform orthonormal.
+constexpr KVARN_HD float orthonormal_scale(int dim) {
+  float scale = 1.f;
+  for (; dim >= 4; dim /= 4) scale /= 2;
+  return dim == 2 ? scale * 0.70710678118654752f : scale;
+}
 
 /// Stages of distance kFrom, 2*kFrom, ... < kTo between the registers of a thread.
 template <int kFrom, int kTo, int N>
@@ -26,12 +33,12 @@ __device__ __forceinline__ void butterfly_registers(float (&v)[N]) {
   }
 }
 
-/// Stages between the lanes 0..kLanes-1 of each aligned group of kLanes, for every register.
-/// All 32 lanes of the warp must take part.
-template <int kLanes, int N>
+/// Stages of distance kFrom, 2*kFrom, ... < kTo between lanes, for every register. All 32 lanes of
+/// the warp must take part.
+template <int kFrom, int kTo, int N>
 __device__ __forceinline__ void butterfly_lanes(float (&v)[N], int lane) {
 #pragma unroll
-  for (int distance = 1; distance < kLanes; distance *= 2) {
+  for (int distance = kFrom; distance < kTo; distance *= 2) {
     const float sign = (lane & distance) == 0 ? 1.f : -1.f;
 #pragma unroll
     for (int i = 0; i < N; ++i) {

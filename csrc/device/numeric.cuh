@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace kvarn::device {
 
@@ -24,18 +25,14 @@ __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162f
 
 /// Rounds to nearest even; what is above the range becomes infinite, NaN stays NaN.
 template <class T>
-__device__ __forceinline__ T from_float(float x);
-template <>
-__device__ __forceinline__ float from_float<float>(float x) {
-  return x;
-}
-template <>
-__device__ __forceinline__ __half from_float<__half>(float x) {
-  return __float2half_rn(x);
-}
-template <>
-__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
-  return __float2bfloat16_rn(x);
+__device__ __forceinline__ T from_float(float x) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __float2half_rn(x);
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __float2bfloat16_rn(x);
+  } else {
+    return x;
+  }
 }
 
 /// For bytes that a kernel uses once: pieces of 16 bytes are not kept in L1.
@@ -58,10 +55,30 @@ __device__ __forceinline__ void store_once(T* p, const Vector<T, N>& v) {
   }
 }
 
+/// Two neighbours in one register; the first is in the low half.
+template <class T>
+__device__ __forceinline__ float2 pair_to_float(uint32_t bits) {
+  static_assert(sizeof(T) == 2);
+  if constexpr (std::is_same_v<T, __half>) {
+    return __half22float2(reinterpret_cast<const __half2&>(bits));
+  } else {
+    return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
+  }
+}
+
 template <class T, int N>
 __device__ __forceinline__ void to_float(const Vector<T, N>& in, float* out) {
+  if constexpr (sizeof(T) == 2 && N > 1) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) out[i] = to_float(in.element[i]);
+    for (int i = 0; i < N; i += 2) {
+      const float2 pair = pair_to_float<T>(reinterpret_cast<const uint32_t*>(in.element)[i / 2]);
+      out[i] = pair.x;
+      out[i + 1] = pair.y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) out[i] = to_float(in.element[i]);
+  }
 }
 
 /// in[i] * scale, rounded once.

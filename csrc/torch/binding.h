@@ -383,7 +383,8 @@ void pack_records(const Tensor& key_codes, const Tensor& key_channel_scale,
                   const Tensor& records) {
   const Arguments args("pack_records", key_codes);
   const Format format = format_of(args, key_bits, value_bits, group, head_dim);
-  args.input("key_codes", key_codes, {ScalarType::Byte}, {"N", "Hkv", head_dim, group});
+  args.input("key_codes", key_codes, {ScalarType::Byte}, {"N", "Hkv", head_dim, group},
+             Layout::kContiguous);
   const int64_t tiles = key_codes.size(0), heads = key_codes.size(1);
   const CanonicalTensors canonical = {key_codes,        key_channel_scale,  key_zero_point,
                                       key_token_scale,  value_codes,        value_token_scale,

@@ -32,8 +32,16 @@ inline std::string name_of(ScalarType t) {
       return "bfloat16";
     case ScalarType::Float:
       return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Bool:
+      return "bool";
     case ScalarType::Byte:
       return "uint8";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Short:
+      return "int16";
     case ScalarType::Int:
       return "int32";
     case ScalarType::Long:

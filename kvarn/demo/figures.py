@@ -8,6 +8,7 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvarn import reference
@@ -29,6 +30,7 @@ _STYLE = {
     "legend.frameon": False,
 }
 _WINDOW = 64  # tokens averaged in the curves
+_NOISE = 1e-6  # of fp32 arithmetic: smaller divergences are none
 
 
 def rotation(path: Path, keys: Sequence[Tensor], first_token: int, group: int = 128) -> None:
@@ -71,50 +73,61 @@ def rotation(path: Path, keys: Sequence[Tensor], first_token: int, group: int = 
             )
             grid[0, column].set(title=title, xlabel="token of the tile")
             figure.colorbar(image, ax=grid[0, column], label="magnitude", fraction=0.06)
-            deviation = x.std(1)
-            grid[1, column].bar(range(len(x)), deviation / deviation.mean(), color=_COLORS[0])
+            size = x.square().mean(1).sqrt()
+            grid[1, column].bar(range(len(x)), size / size.mean(), color=_COLORS[0])
             grid[1, column].axhline(1, color="black", linewidth=0.8)
             grid[1, column].set(
                 xlabel="channel",
-                title=f"largest channel {float(deviation.max() / deviation.mean()):.1f}x the mean",
+                title=f"largest channel {float(size.max() / size.mean()):.1f}x the mean",
             )
         grid[0, 0].set_ylabel("channel")
-        grid[1, 0].set_ylabel("deviation / mean")
+        grid[1, 0].set_ylabel("rms / mean of them")
         figure.savefig(path)
 
 
 def _outlier(tile: Tensor) -> float:
-    deviation = tile.std(0)
-    return float(deviation.max() / deviation.mean())
+    size = tile.square().mean(0).sqrt()
+    return float(size.max() / size.mean())
 
 
-def error_by_position(path: Path, traces: Mapping[Configuration, Trace], group: int) -> None:
-    """KL divergence from the exact cache along the text, one curve a configuration."""
+def error_by_position(
+    path: Path, traces: Mapping[Configuration, Trace], *, group: int, first: int
+) -> None:
+    """KL divergence from the exact cache along the text, one curve a configuration; the means in
+    the legend are from token ``first`` on."""
+    colors, dashes = iter(_COLORS * 2), iter(("--", ":", "-.") * 4)
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(9, 5), layout="constrained")
         axes = figure.subplots()
-        color = iter(_COLORS * 2)
         for configuration, trace in traces.items():
             y = _windowed(trace.kl)
             x = (np.arange(len(y)) + 0.5) * _WINDOW
-            # Before the first packed tile is read there is nothing but arithmetic noise.
-            y[x < 2 * group] = np.nan
+            y[y < _NOISE] = np.nan  # nothing packed has been read yet
             axes.plot(
-                x, y,
-                color=_COMPARATOR_COLOR if configuration.comparator else next(color),
-                linestyle="--" if configuration.comparator else "-",
+                x,
+                y,
+                color=_COMPARATOR_COLOR if configuration.comparator else next(colors),
+                linestyle=next(dashes) if configuration.comparator else "-",
                 linewidth=1.8,
-                label=f"{configuration.name}  (mean {trace.mean_kl(2 * group):.4f})",
-            )  # fmt: skip
+                marker=".",
+                label=f"{configuration.name}  (mean {trace.mean_kl(first):.4f})",
+            )
         tokens = len(next(iter(traces.values())).kl)
-        for boundary in range(0, tokens + 1, group):
+        for boundary in range(group, tokens + 1, group):
             axes.axvline(boundary, color="0.9", linewidth=0.8, zorder=0)
-        axes.axvspan(0, group, color="0.93", zorder=0)
-        axes.text(group / 2, 0.98, "sinks", ha="center", va="top", color="0.4",
-                  transform=axes.get_xaxis_transform())  # fmt: skip
+        axes.axvspan(group, first, color="0.95", zorder=0)
+        axes.text(
+            (group + first) / 2,
+            0.98,
+            "first tiles fill",
+            ha="center",
+            va="top",
+            color="0.4",
+            transform=axes.get_xaxis_transform(),
+        )
         axes.set(
             yscale="log",
-            xlim=(0, tokens),
+            xlim=(group, tokens),
             xlabel=f"position in the text (lines: tiles of {group} tokens)",
             ylabel=f"KL divergence, mean of {_WINDOW} tokens (nats)",
             title="How far the next-token distribution moves from that with a 16-bit cache",
@@ -123,50 +136,42 @@ def error_by_position(path: Path, traces: Mapping[Configuration, Trace], group: 
         figure.savefig(path)
 
 
-def _windowed(x: Tensor) -> np.ndarray:
+def _windowed(x: Tensor) -> NDArray[np.float32]:
     whole = len(x) // _WINDOW * _WINDOW
-    windows: np.ndarray = x[:whole].unflatten(0, (-1, _WINDOW)).mean(1).clamp(min=1e-7).numpy()
+    windows: NDArray[np.float32] = x[:whole].view(-1, _WINDOW).mean(1).numpy()
     return windows
 
 
 def memory(path: Path, configurations: Sequence[Configuration], budget: int, label: str) -> None:
     """Bytes per token and the longest sequence that a memory holds, by format."""
-    names = [configuration.name for configuration in configurations]
-    panels = (
-        (
-            "bytes per token",
-            [c.bytes_per_token for c in configurations],
-            lambda value, first: f"{value:,.0f}  ({first / value:.2f}x smaller)",
-        ),
-        (
-            f"tokens of one sequence in {label}",
-            [float(c.longest_sequence(budget)) for c in configurations],
-            lambda value, first: f"{value:,.0f}  ({value / first:.2f}x)",
-        ),
-    )
+    names = [c.name for c in configurations]
+    token = [c.bytes_per_token for c in configurations]
+    longest = [c.longest_sequence(budget) for c in configurations]
+    colors = [_COMPARATOR_COLOR if c.comparator else _COLORS[0] for c in configurations]
+    colors[0] = "0.3"
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(11, 0.8 + 0.45 * len(names)), layout="constrained")
-        for axes, (title, values, text) in zip(
-            figure.subplots(1, 2, sharey=True), panels, strict=True
-        ):
-            colors = [
-                "0.3" if i == 0 else _COMPARATOR_COLOR if c.comparator else _COLORS[0]
-                for i, c in enumerate(configurations)
-            ]
-            bars = axes.barh(names, values, color=colors)
-            labels = [
-                text(value, values[0]) if i else f"{value:,.0f}" for i, value in enumerate(values)
-            ]
-            axes.bar_label(bars, labels, padding=4)
-            axes.set(title=title, xlim=(0, 1.45 * max(values)), xticks=[])
+        left, right = figure.subplots(1, 2, sharey=True)
+        left.bar_label(
+            left.barh(names, token, color=colors),
+            [f"{x:,.0f}  ({token[0] / x:.2f}x smaller)" for x in token],
+            padding=4,
+        )
+        right.bar_label(
+            right.barh(names, longest, color=colors),
+            [f"{x:,}  ({x / longest[0]:.2f}x)" for x in longest],
+            padding=4,
+        )
+        left.set(title="bytes per token", xlim=(0, 1.45 * max(token)), xticks=[])
+        right.set(
+            title=f"tokens of one sequence in {label}", xlim=(0, 1.45 * max(longest)), xticks=[]
+        )
+        for axes in (left, right):
             axes.spines["bottom"].set_visible(False)
-            axes.invert_yaxis()
+        left.invert_yaxis()
         figure.savefig(path)
 
 
 def keys_of(cache: object) -> list[Tensor]:
     """Keys [Hkv, tokens, D] of each layer of a transformers DynamicCache with one sequence."""
     return [layer.keys[0] for layer in cache.layers]  # type: ignore[attr-defined]
-
-
-__all__ = ["error_by_position", "keys_of", "memory", "rotation"]

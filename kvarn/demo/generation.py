@@ -31,7 +31,7 @@ class Sample:
 
 
 def prompt(loaded: LoadedModel, text: Tensor) -> Tensor:
-    """Token ids int64 [tokens]: the text and a question about it, as a chat if the model has one."""
+    """Token ids int64 [tokens]: a text and a question about it, as a chat if the model has one."""
     passage = loaded.tokenizer.decode(text, skip_special_tokens=True)
     if not loaded.tokenizer.chat_template:
         return text
@@ -52,7 +52,7 @@ def greedy(
     tile: int = 128,
     progress: Callable[[int], object] = lambda tokens: None,
 ) -> Sample:
-    """Writes up to ``steps`` tokens after a prompt int64 [tokens], which enters a tile at a time."""
+    """Writes up to ``steps`` tokens after a prompt int64 [tokens], which enters tile by tile."""
     model, argument = loaded.model, cache_argument(loaded.model)
     own_attention = model.config._attn_implementation
     ends = _end_tokens(loaded)

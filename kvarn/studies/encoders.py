@@ -1,5 +1,5 @@
-"""Encoders for :class:`~kvarn.studies.simulated_cache.SimulatedCache`: each maps key and value tiles
-[N, G, Hkv, D] to what a reader of the packed form sees."""
+"""Encoders to try in a `SimulatedCache`: each maps key and value tiles [N, G, Hkv, D] to what a
+reader of their packed form sees."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def round_tokens(x: Tensor, bits: int) -> Tensor:
     largest = 2**bits - 1
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     scale = ((high - low) / largest).clamp(min=torch.finfo(x.dtype).tiny)
-    return ((x - low) / scale).round().clamp(0, largest) * scale + low
+    codes = ((x - low) / scale).round().clamp(0, largest)
+    return torch.addcmul(low, codes, scale)
 
 
 def naive(key_bits: int, value_bits: int) -> Encoder:

@@ -13,12 +13,13 @@ from transformers.cache_utils import Cache, DynamicLayer
 Encoder = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-class SimulatedCache(Cache):
+class SimulatedCache(Cache):  # type: ignore[misc]
     """Keys and values pass through ``encoder`` tile by tile, as the paged cache does it.
 
-    Tokens are first rounded to ``dtype``. When further tokens arrive, every full tile that is neither
-    among the first ``sink_blocks`` nor among the ``recent_blocks`` newest full ones is replaced. Feed
-    it whole tiles (or less) at a time: the queries of one call all read the same cache.
+    Tokens are first rounded to ``dtype``. When further tokens arrive, every full tile that is
+    neither among the first ``sink_blocks`` nor among the ``recent_blocks`` newest full ones is
+    replaced. Feed it whole tiles (or less) at a time: the queries of one call all read the same
+    cache.
 
     Args:
         encoder: None keeps everything in ``dtype``.
@@ -44,7 +45,7 @@ class SimulatedCache(Cache):
         )
 
 
-class _SimulatedLayer(DynamicLayer):
+class _SimulatedLayer(DynamicLayer):  # type: ignore[misc]
     def __init__(
         self,
         encoder: Encoder | None,
@@ -68,7 +69,7 @@ class _SimulatedLayer(DynamicLayer):
             self._encode_full_tiles(self._encoder)
         key = key_states.to(self._dtype).to(key_states.dtype)
         value = value_states.to(self._dtype).to(value_states.dtype)
-        return super().update(key, value)
+        return super().update(key, value)  # type: ignore[no-any-return]
 
     def _encode_full_tiles(self, encoder: Encoder) -> None:
         sealed_end = self.get_seq_length() - self._recent_tokens

@@ -1,4 +1,4 @@
-"""Long texts that a Python installation or a Debian system has at hand, for language-model tests."""
+"""Long texts that a Python installation or a Debian system has at hand."""
 
 from __future__ import annotations
 

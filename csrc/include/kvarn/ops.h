@@ -19,7 +19,7 @@ namespace kvarn {
 
 enum class DType : int32_t { kFloat16, kBFloat16, kFloat32 };
 
-constexpr int64_t size_of(DType t) { return t == DType::kFloat32 ? 4 : 2; }
+constexpr KVARN_HD int64_t size_of(DType t) { return t == DType::kFloat32 ? 4 : 2; }
 
 /// How codes and scales are chosen (docs/format.md; the record does not tell which was used).
 enum class Fit : int32_t {
