@@ -541,7 +541,8 @@ def decode_attention(
             division.
         workspace: uint8 scratch memory of at least `decode_workspace_bytes`, 16-byte aligned. None:
             taken from torch's allocator.
-        out: ``[T, Hq, D]``, dtype of ``q``; with ``return_lse`` also a tuple (out, lse).
+        out: ``[T, Hq, D]``, dtype of ``q``, not in the memory of ``q``; with ``return_lse`` also a
+            tuple (out, lse).
         return_lse: whether to return the log-sum-exp of the scores too.
 
     Returns:

@@ -6,6 +6,7 @@ out of range.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,6 +88,7 @@ class Case:
     def cu_seq_lens(self) -> Tensor:
         return offsets(self.lengths)
 
+    @functools.cached_property
     def contents(self) -> list[tuple[Tensor, Tensor]]:
         """Key and value [length, Hkv, D] of each sequence, float64, not rotated."""
         key, value = reference.gather_kv(**self.paged, cu_seq_lens=self.cu_seq_lens)
@@ -148,7 +150,7 @@ def expected(
     """What decode_attention is to return, in float64."""
     queries = [1] * len(case.lengths) if queries is None else queries
     parts = []
-    for rows, (key, value) in zip(q.split(queries), case.contents(), strict=True):
+    for rows, (key, value) in zip(q.split(queries), case.contents, strict=True):
         seen = visible(len(key), len(rows), causal, window_left)
         out, lse = attention64(rows, key, value, seen, **options)
         if len(key) == 0:

@@ -46,9 +46,7 @@ def test_what_stays_in_16_bits(sink_blocks, recent_blocks):
     for length in range(G - 1, 6 * G, G // 2):
         c.step([(seq, length - c.cache.length(seq))])
         full = length // G
-        expected = [
-            i < sink_blocks or i >= full - recent_blocks for i in range(-(-length // G))
-        ]
+        expected = [i < sink_blocks or i >= full - recent_blocks for i in range(-(-length // G))]
         assert staged_blocks(c, seq) == expected
         used = c.cache.num_slots - c.cache.num_free_slots
         assert used <= sink_blocks + recent_blocks + 1
@@ -73,7 +71,9 @@ def test_fault24_tiles_of_many_sequences_are_sealed_in_one_call_per_layer(monkey
     c.step([(seq, G - 1) for seq in seqs])
     calls = []
     seal = ops.seal_blocks
-    monkeypatch.setattr(ops, "seal_blocks", lambda *a, **k: calls.append(len(a[1])) or seal(*a, **k))
+    monkeypatch.setattr(
+        ops, "seal_blocks", lambda *a, **k: calls.append(len(a[1])) or seal(*a, **k)
+    )
     c.step([(seq, 1) for seq in seqs])
     assert calls == [32, 32, 32]
     c.check()
@@ -217,7 +217,13 @@ def test_fault16_a_sequence_is_gone_after_free():
     seq = c.new()
     c.step([(seq, 5)])
     c.free(seq)
-    for call in (c.cache.free, c.cache.fork, c.cache.blocks, c.cache.length, c.cache.export_sequence):
+    for call in (
+        c.cache.free,
+        c.cache.fork,
+        c.cache.blocks,
+        c.cache.length,
+        c.cache.export_sequence,
+    ):
         with pytest.raises(ValueError, match=rf"seq must be a sequence of this cache, got {seq}"):
             call(seq)
     with pytest.raises(ValueError, match="seq must be a sequence of this cache"):
@@ -488,7 +494,9 @@ def test_grow_keeps_everything():
     c.check()
     c.step([(seq, G + 1)])
     c.check()
-    with pytest.raises(ValueError, match="num_blocks and num_slots must be at least 5 and 4, got 4 and"):
+    with pytest.raises(
+        ValueError, match="num_blocks and num_slots must be at least 5 and 4, got 4 and"
+    ):
         c.cache.grow(4, 4)
 
 
@@ -550,7 +558,10 @@ def test_arguments_are_checked():
         (lambda: cache.plan([(seq, 1), (seq, 1)]), r"plan: requests must name each sequence once"),
         (lambda: cache.plan([(seq, -1)]), "plan: count and draft of sequence 1 must satisfy"),
         (lambda: cache.plan([(seq, 1)], draft=2), "0 <= draft <= count, got draft 2, count 1"),
-        (lambda: cache.plan([(seq, 1)], draft=[0, 0]), "draft must be a number or 1 numbers, got 2"),
+        (
+            lambda: cache.plan([(seq, 1)], draft=[0, 0]),
+            "draft must be a number or 1 numbers, got 2",
+        ),
         (lambda: cache.plan([(99, 1)]), "plan: seq must be a sequence of this cache, got 99"),
         (lambda: cache.truncate(seq, 1), r"truncate: length must be in \[0, 0\], got 1"),
         (lambda: cache.fork(seq, -1), r"fork: length must be in \[0, 0\], got -1"),
@@ -563,8 +574,14 @@ def test_arguments_are_checked():
     q, kv = torch.zeros(3, 3, 64), torch.zeros(3, 1, 64)
     for call, words in (
         (lambda: cache.attend(step, 2, q, kv, kv), r"attend: layer must be in \[0, 2\), got 2"),
-        (lambda: cache.attend(step, 0, q[:2], kv, kv), r"q must be \[3, heads, 64\], got \[2, 3, 64\]"),
-        (lambda: cache.attend(step, 0, q, kv[:, 0], kv), r"key must be \[3, heads, 64\], got \[3, 64\]"),
+        (
+            lambda: cache.attend(step, 0, q[:2], kv, kv),
+            r"q must be \[3, heads, 64\], got \[2, 3, 64\]",
+        ),
+        (
+            lambda: cache.attend(step, 0, q, kv[:, 0], kv),
+            r"key must be \[3, heads, 64\], got \[3, 64\]",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             call()

@@ -15,6 +15,7 @@ from transformers import DynamicCache  # noqa: E402
 from kvarn import Format  # noqa: E402
 from kvarn.cache import CacheFull  # noqa: E402
 from kvarn.integrations.transformers import KVarNCache  # noqa: E402
+from kvarn.ops import dequantize_tiles  # noqa: E402
 
 ALL_16_BIT = 10**6  # sink_blocks: nothing is ever quantized
 VOCAB = 97
@@ -151,17 +152,18 @@ def test_all_blocks_16_bit_equals_the_models_own_attention(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_eight_bits_are_close_and_two_bits_are_not_exact(family):
+def test_eight_bits_are_close_and_fewer_are_less_so(family):
+    """Random weights multiply errors: what counts is how they fall with the bits."""
     model = make_model(family)
     ids = tokens(1, 400)
     expected = reference(model, ids)[:, 256:]
-    errors = {}
-    for fmt in ("kvarn_k8v8_g64", "kvarn_k2v2_g64"):
+    errors = []
+    for fmt in ("kvarn_k8v8_g64", "kvarn_k4v4_g64", "kvarn_k2v2_g64"):
         cache = KVarNCache(model.config, fmt, sink_blocks=0, recent_blocks=0)
         logits = run(model, ids, cache, [200, 1, 199])[:, 256:]
-        errors[fmt] = relative_error(logits, expected)
-    assert errors["kvarn_k8v8_g64"] < 0.03
-    assert errors["kvarn_k2v2_g64"] > 3 * errors["kvarn_k8v8_g64"]
+        errors.append(relative_error(logits, expected))
+    assert 1e-3 < errors[0] < 0.1
+    assert 5 * errors[0] < errors[1] < errors[2] / 1.5
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -306,19 +308,24 @@ def test_beams_equal_the_models_own_attention_and_leak_nothing():
     assert cache.paged.num_free_slots == cache.paged.num_slots
 
 
-def test_beams_with_sealed_blocks_equal_rows_run_alone():
+def test_fault16_reordered_rows_equal_rows_run_alone():
+    """Beam search by hand, over several tile borders, with sealed blocks."""
     model = make_model("qwen3")
-    ids = tokens(1, 190)
-    cache = KVarNCache(model.config, "kvarn_k4v4_g64", sink_blocks=0, recent_blocks=0)
-    beams = generate(model, ids, cache, num_beams=3, num_return_sequences=3, new=30)
-    # The cache now holds beams: one of its rows must read as a fresh cache fed with these tokens.
-    probe = tokens(1, 3)
-    logits = run(model, probe.expand(3, 3), cache, [3])
-    for beam in beams:
-        fed = torch.cat([ids, beam[None, :-1], probe], 1)
-        fresh = KVarNCache(model.config, "kvarn_k4v4_g64", sink_blocks=0, recent_blocks=0)
-        expected = run(model, fed, fresh, [fed.shape[1]])[:, -3:]
-        assert min(relative_error(row[None], expected) for row in logits) < 2e-3
+    options = {"sink_blocks": 0, "recent_blocks": 0}
+    cache = KVarNCache(model.config, "kvarn_k4v4_g64", **options)
+    generator = torch.Generator().manual_seed(0)
+    rows = tokens(1, 120).repeat(3, 1)
+    run(model, rows, cache, [120])
+    for _ in range(80):
+        beam_idx = torch.randint(0, 3, (3,), generator=generator)
+        cache.reorder_cache(beam_idx)
+        new = torch.randint(3, VOCAB, (3, 1), generator=generator)
+        logits = model(new, cache=cache).logits
+        rows = torch.cat([rows[beam_idx], new], 1)
+    for row, expected in zip(rows, logits, strict=True):
+        fresh = KVarNCache(model.config, "kvarn_k4v4_g64", **options)
+        alone = run(model, row[None], fresh, [rows.shape[1]])[:, -1:]
+        assert relative_error(expected[None], alone) < 2e-3
 
 
 def test_batch_repeat_and_select():
@@ -358,15 +365,18 @@ def test_fault15_assisted_decoding_equals_decoding_without_drafts(draft, recent_
     plain = generate(model, ids, caches[0], new=150)
     assert torch.equal(generate(model, ids, caches[1], new=150, **options), plain)
     length = min(cache.get_seq_length() for cache in caches)
-    codes = []
+    states = []
     for cache in caches:
         cache.crop(length - cache.get_seq_length())
         state = cache.paged.export_sequence(cache._seqs[0])
         assert state.length == length
-        codes.append(state)
-    assert codes[0].staged == codes[1].staged
-    differ = (codes[0].records != codes[1].records).float().mean()
-    assert differ < 1e-3  # codes next to a rounding tie
+        states.append(state)
+    assert states[0].staged == states[1].staged
+    # A code next to a rounding tie may fall to the other side, and so on in the next layer.
+    for a, b in zip(
+        *(dequantize_tiles(s.records.flatten(0, 1), cache.fmt) for s in states), strict=True
+    ):
+        assert relative_error(a.float(), b.float()) < 0.02
 
 
 def test_crop_across_forward_passes():

@@ -14,6 +14,7 @@ namespace kvarn::cpu {
 namespace {
 
 constexpr int64_t kWorkspaceAlignment = 16;
+constexpr int64_t kLocalStates = 3;  // of a thread
 
 /// Output and LSE of the rows of an item.
 struct State {
@@ -149,11 +150,11 @@ class Decode {
   }
 
   Status run(const Executor& executor) const {
-    const int64_t states = round_up(States::bytes(2, rows_, p_.kv.format.head_dim));
+    const int64_t states = round_up(States::bytes(kLocalStates, rows_, p_.kv.format.head_dim));
     const int64_t attend = kernels_.attend_scratch_bytes(p_.kv.format, static_cast<int>(rows_));
     Status status = parallel_for_scratch(
         executor, shares_, states + attend, [&](int64_t share, std::byte* scratch) {
-          const States local(scratch, 2, rows_, p_.kv.format.head_dim);
+          const States local(scratch, kLocalStates, rows_, p_.kv.format.head_dim);
           work_.for_each_item(
               work_.share_begin(share), work_.share_begin(share + 1),
               [&](const WorkItem& item) { do_item(item, share, local, scratch + states); });
@@ -170,6 +171,7 @@ class Decode {
     return (bytes + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
   }
 
+  /// `local`: three states. The first two are for items that lie in this share.
   void do_item(const WorkItem& item, int64_t share, const States& local, void* scratch) const {
     const int64_t first = Work::unit_at(item, work_.share_begin(share));
     const int64_t last = Work::unit_at(item, work_.share_begin(share + 1));
@@ -182,10 +184,22 @@ class Decode {
           whole ? local[unit > 0] : pieces_[piece(work_.owner_of(item, share), share, unit)];
       int64_t begin, end;
       work_.tiles_of(item, unit, unit + step, &begin, &end);
-      kernels_.attend(p_, plan_, rows, begin, end, scratch, state.out, state.lse);
+      attend(item, rows, begin, end, state, local[2], scratch);
       if (whole && unit > 0) merge(item, local[0], state);
     }
     if (whole) kernels_.finish(p_, rows, local[0].out, local[0].lse);
+  }
+
+  /// In stretches: float32 sums over a million tokens would lose two digits.
+  void attend(const WorkItem& item, const QueryRows& rows, int64_t begin, int64_t end,
+              const State& to, const State& spare, void* scratch) const {
+    constexpr int64_t kStretch = 64;  // tiles
+    for (int64_t tile = begin; tile == begin || tile < end; tile += kStretch) {
+      const State& state = tile == begin ? to : spare;
+      kernels_.attend(p_, plan_, rows, tile, std::min(tile + kStretch, end), scratch, state.out,
+                      state.lse);
+      if (tile != begin) merge(item, to, state);
+    }
   }
 
   /// The item that share `share` begins and does not end.

@@ -7,8 +7,10 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -155,6 +157,244 @@ int check_hadamard_errors() {
   return 0;
 }
 
+int check_pack(int bits, int64_t count, int64_t offset) {
+  constexpr int64_t kRows = 3;
+  const int64_t packed_bytes = (count * bits + 7) / 8;
+  kvarn::PackParams p;
+  p.rows = kRows;
+  p.count = count;
+  p.codes_stride = count + 1;
+  p.packed_stride = packed_bytes + 1;
+  p.bits = bits;
+  std::vector<uint8_t> codes(static_cast<size_t>(offset + kRows * p.codes_stride));
+  std::vector<uint8_t> packed(static_cast<size_t>(offset + kRows * p.packed_stride), 0xAA);
+  std::mt19937 random(7);
+  for (uint8_t& c : codes) c = static_cast<uint8_t>(random() & ((1u << bits) - 1));
+  const DeviceBuffer device_codes(codes), device_packed(packed);
+  const DeviceBuffer device_back(std::vector<uint8_t>(codes.size(), 0xAA));
+  std::vector<uint8_t> back(codes.size(), 0xAA);
+
+  p.codes = codes.data() + offset;
+  p.packed = packed.data() + offset;
+  CHECK(kvarn::cpu::pack_bits(p).ok());
+  p.codes = back.data() + offset;
+  CHECK(kvarn::cpu::unpack_bits(p).ok());
+  p.codes = device_codes.data() + offset;
+  p.packed = device_packed.data() + offset;
+  CHECK(kvarn::cuda::pack_bits(p).ok());
+  CHECK(device_packed.read() == packed);
+  p.codes = device_back.data() + offset;
+  CHECK(kvarn::cuda::unpack_bits(p).ok());
+  CHECK(device_back.read() == back);
+  return 0;
+}
+
+std::vector<kvarn::Format> formats() {
+  std::vector<kvarn::Format> all;
+  for (int head_dim : {64, 128, 256}) {
+    for (int group : {64, 128}) {
+      // Every number of bits of keys and of values.
+      for (const auto& [key_bits, value_bits] :
+           {std::pair{2, 3}, std::pair{3, 4}, std::pair{4, 8}, std::pair{8, 2}}) {
+        all.push_back({key_bits, value_bits, group, head_dim});
+      }
+    }
+  }
+  return all;
+}
+
+constexpr int64_t kTiles = 2;
+constexpr int32_t kHeads = 3;
+
+/// Records [kTiles, kHeads, bytes + kPadding], the first at `offset`; of random keys and values.
+constexpr int64_t kPadding = 16;
+
+std::vector<uint8_t> make_records(const kvarn::Format& format, int64_t offset) {
+  const int64_t bytes = kvarn::record_layout(format).bytes + kPadding;
+  std::vector<uint8_t> records(static_cast<size_t>(offset + kTiles * kHeads * bytes), 0xFF);
+  const size_t elements = static_cast<size_t>(kTiles * kHeads * format.group * format.head_dim);
+  const std::vector<uint8_t> key = random_numbers(elements, kvarn::DType::kFloat16, 3);
+  const std::vector<uint8_t> value = random_numbers(elements, kvarn::DType::kFloat16, 4);
+  kvarn::QuantizeParams p;
+  p.format = format;
+  p.key = key.data();
+  p.value = value.data();
+  p.tiles = kTiles;
+  p.heads = kHeads;
+  const int64_t stride[] = {int64_t{format.group} * kHeads * format.head_dim,
+                            int64_t{kHeads} * format.head_dim, format.head_dim};
+  std::copy_n(stride, 3, p.key_stride);
+  std::copy_n(stride, 3, p.value_stride);
+  p.records = records.data() + offset;
+  p.record_stride[0] = kHeads * bytes;
+  p.record_stride[1] = bytes;
+  if (!kvarn::cpu::quantize_tiles(p).ok()) records.clear();
+  return records;
+}
+
+int check_records(const kvarn::Format& format, int64_t offset) {
+  const std::vector<uint8_t> records = make_records(format, offset);
+  CHECK(!records.empty());
+  const size_t count = static_cast<size_t>(kTiles * kHeads);
+  const size_t codes = count * static_cast<size_t>(format.group * format.head_dim);
+  const size_t d = 2 * count * static_cast<size_t>(format.head_dim);
+  const size_t g = 2 * count * static_cast<size_t>(format.group);
+  const size_t sizes[] = {codes, d, d, g, codes, g, g, d};
+  const DeviceBuffer device_records(records);
+  const DeviceBuffer device_back(std::vector<uint8_t>(records.size(), 0xFF));
+
+  kvarn::CanonicalParams p;
+  p.format = format;
+  p.tiles = kTiles;
+  p.heads = kHeads;
+  p.record_stride[1] = kvarn::record_layout(format).bytes + kPadding;
+  p.record_stride[0] = kHeads * p.record_stride[1];
+  const auto set = [&](uint8_t* const(&buffer)[8]) {
+    p.key_codes = buffer[0];
+    p.key_channel_scale = reinterpret_cast<uint16_t*>(buffer[1]);
+    p.key_zero_point = reinterpret_cast<uint16_t*>(buffer[2]);
+    p.key_token_scale = reinterpret_cast<uint16_t*>(buffer[3]);
+    p.value_codes = buffer[4];
+    p.value_token_scale = reinterpret_cast<uint16_t*>(buffer[5]);
+    p.value_zero_point = reinterpret_cast<uint16_t*>(buffer[6]);
+    p.value_channel_scale = reinterpret_cast<uint16_t*>(buffer[7]);
+  };
+  std::vector<uint8_t> host[8];
+  std::vector<std::unique_ptr<DeviceBuffer>> device;
+  uint8_t* host_data[8];
+  uint8_t* device_data[8];
+  for (int i = 0; i < 8; ++i) {
+    host[i].assign(sizes[i], 0xAA);
+    device.push_back(std::make_unique<DeviceBuffer>(host[i]));
+    host_data[i] = host[i].data();
+    device_data[i] = device[static_cast<size_t>(i)]->data();
+  }
+  set(host_data);
+  p.records = const_cast<uint8_t*>(records.data()) + offset;
+  CHECK(kvarn::cpu::unpack_records(p).ok());
+  set(device_data);
+  p.records = device_records.data() + offset;
+  CHECK(kvarn::cuda::unpack_records(p).ok());
+  for (int i = 0; i < 8; ++i) CHECK(device[static_cast<size_t>(i)]->read() == host[i]);
+  p.records = device_back.data() + offset;
+  CHECK(kvarn::cuda::pack_records(p).ok());
+  CHECK(device_back.read() == records);
+  return 0;
+}
+
+int check_dequantize(const kvarn::Format& format, kvarn::DType dtype, bool rotated,
+                     int64_t offset) {
+  const std::vector<uint8_t> records = make_records(format, offset);
+  CHECK(!records.empty());
+  const int64_t elements = kTiles * kHeads * format.group * format.head_dim;
+  const size_t bytes = static_cast<size_t>((offset + elements) * kvarn::size_of(dtype));
+  std::vector<uint8_t> key(bytes, 0xAA), value(bytes, 0xAA);
+  const DeviceBuffer device_records(records), device_key(key), device_value(value);
+
+  kvarn::DequantizeParams p;
+  p.format = format;
+  p.dtype = dtype;
+  p.tiles = kTiles;
+  p.heads = kHeads;
+  p.rotated = rotated;
+  p.record_stride[1] = kvarn::record_layout(format).bytes + kPadding;
+  p.record_stride[0] = kHeads * p.record_stride[1];
+  // Heads outside, tokens inside.
+  const int64_t stride[] = {kHeads * int64_t{format.group} * format.head_dim, format.head_dim,
+                            int64_t{format.group} * format.head_dim};
+  std::copy_n(stride, 3, p.key_stride);
+  std::copy_n(stride, 3, p.value_stride);
+  const int64_t start = offset * kvarn::size_of(dtype);
+  p.records = records.data() + offset;
+  p.key = key.data() + start;
+  p.value = value.data() + start;
+  CHECK(kvarn::cpu::dequantize_tiles(p).ok());
+  p.records = device_records.data() + offset;
+  p.key = device_key.data() + start;
+  p.value = device_value.data() + start;
+  CHECK(kvarn::cuda::dequantize_tiles(p).ok());
+  const double limit = dtype == kvarn::DType::kFloat32   ? 1e-6
+                       : dtype == kvarn::DType::kFloat16 ? 1e-4
+                                                         : 5e-4;
+  const double key_error = relative_error(device_key.read(), key, dtype);
+  const double value_error = relative_error(device_value.read(), value, dtype);
+  if (!(key_error < limit) || !(value_error < limit)) {
+    std::fprintf(stderr, "k%dv%d_g%d D %d dtype %d rotated %d offset %d: %g %g\n", format.key_bits,
+                 format.value_bits, format.group, format.head_dim, static_cast<int>(dtype), rotated,
+                 static_cast<int>(offset), key_error, value_error);
+  }
+  CHECK(key_error < limit);
+  CHECK(value_error < limit);
+  return 0;
+}
+
+int check_append(int head_dim, int64_t offset, bool checked) {
+  constexpr int64_t kTokens = 37, kSlots = 3, kBlocks = 9;
+  const kvarn::Format format{4, 2, 64, head_dim};
+  const int64_t row = int64_t{kHeads} * head_dim;
+  const int64_t pool = kSlots * 2 * kHeads * format.group * head_dim;
+  const auto bytes = [&](int64_t n) { return static_cast<size_t>(2 * (offset + n)); };
+  const std::vector<uint8_t> key =
+      random_numbers(bytes(kTokens * row) / 2, kvarn::DType::kFloat16, 5);
+  const std::vector<uint8_t> value =
+      random_numbers(bytes(kTokens * row) / 2, kvarn::DType::kFloat16, 6);
+  std::vector<uint8_t> staging(bytes(pool), 0xAA);
+  std::vector<int64_t> mapping(kTokens);
+  std::vector<int32_t> pages = {-1, 2, -1, -1, 0, -1, 1, -1, -1};
+  const int64_t targets[] = {1, 4, 6};
+  for (int64_t i = 0; i < kTokens; ++i) {
+    mapping[static_cast<size_t>(i)] = i % 5 == 4 ? -1 : targets[i % 3] * 64 + i;
+  }
+  const auto to_device = [](const auto& v) {
+    const auto* const first = reinterpret_cast<const uint8_t*>(v.data());
+    return std::vector<uint8_t>(first, first + v.size() * sizeof(v[0]));
+  };
+  const DeviceBuffer device_key(key), device_value(value), device_staging(staging);
+  const DeviceBuffer device_mapping(to_device(mapping)), device_pages(to_device(pages));
+
+  kvarn::AppendParams p;
+  p.format = format;
+  p.tokens = kTokens;
+  p.heads = kHeads;
+  p.key_stride[0] = p.value_stride[0] = row;
+  p.key_stride[1] = p.value_stride[1] = head_dim;
+  p.staging.slots = kSlots;
+  const int64_t stride[] = {2 * kHeads * int64_t{format.group} * head_dim,
+                            kHeads * int64_t{format.group} * head_dim,
+                            int64_t{format.group} * head_dim, head_dim};
+  std::copy_n(stride, 4, p.staging.stride);
+  p.blocks = kBlocks;
+  p.checked = checked;
+  p.key = key.data() + 2 * offset;
+  p.value = value.data() + 2 * offset;
+  p.staging.data = staging.data() + 2 * offset;
+  p.slot_mapping = {mapping.data(), 1, true};
+  p.block_slot = {pages.data(), 1, false};
+  CHECK(kvarn::cpu::append_kv(p).ok());
+  p.key = device_key.data() + 2 * offset;
+  p.value = device_value.data() + 2 * offset;
+  p.staging.data = device_staging.data() + 2 * offset;
+  p.slot_mapping = {device_mapping.data(), 1, true};
+  p.block_slot = {device_pages.data(), 1, false};
+  CHECK(kvarn::cuda::append_kv(p).ok());
+  CHECK(device_staging.read() == staging);
+
+  // Entries that are out of range write nothing; checked, the first of them is named.
+  mapping[3] = 2 * 64;        // a record
+  mapping[8] = kBlocks * 64;  // no block
+  const DeviceBuffer device_bad(to_device(mapping));
+  p.slot_mapping = {device_bad.data(), 1, true};
+  const kvarn::Status status = kvarn::cuda::append_kv(p);
+  CHECK(status.ok() != checked);
+  if (checked) {
+    CHECK(status.message() ==
+          "block_slot must be a staging slot below 3 for every block that tokens are appended to, "
+          "got -1 at block 2 (slot_mapping 128 at index 3)");
+  }
+  CHECK(device_staging.read() == staging);
+  return 0;
+}
+
 }  // namespace
 
 int main() {
@@ -163,12 +403,37 @@ int main() {
     std::fprintf(stderr, "no CUDA device\n");
     return kSkipped;
   }
+  constexpr kvarn::DType kDTypes[] = {kvarn::DType::kFloat16, kvarn::DType::kBFloat16,
+                                      kvarn::DType::kFloat32};
   if (check_hadamard_errors()) return 1;
-  for (const kvarn::DType dtype :
-       {kvarn::DType::kFloat16, kvarn::DType::kBFloat16, kvarn::DType::kFloat32}) {
+  for (const kvarn::DType dtype : kDTypes) {
     for (int dim = 16; dim <= 1024; dim *= 2) {
       for (int64_t offset : {0, 1}) {
         if (check_hadamard(dtype, dim, offset)) return 1;
+      }
+    }
+  }
+  for (int bits = 1; bits <= 8; ++bits) {
+    for (int64_t count : {1, 7, 8, 64, 71}) {
+      for (int64_t offset : {0, 3}) {
+        if (check_pack(bits, count, offset)) return 1;
+      }
+    }
+  }
+  for (const kvarn::Format& format : formats()) {
+    for (int64_t offset : {0, 1}) {
+      if (check_records(format, offset)) return 1;
+      for (const kvarn::DType dtype : kDTypes) {
+        for (bool rotated : {false, true}) {
+          if (check_dequantize(format, dtype, rotated, offset)) return 1;
+        }
+      }
+    }
+  }
+  for (int head_dim : {64, 128, 256}) {
+    for (int64_t offset : {0, 1}) {
+      for (bool checked : {false, true}) {
+        if (check_append(head_dim, offset, checked)) return 1;
       }
     }
   }

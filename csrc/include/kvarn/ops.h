@@ -323,6 +323,12 @@ Status merge_states(const MergeParams&, const Executor& = default_executor());
 namespace cuda {
 
 Status hadamard_transform(const HadamardParams&);
+Status pack_bits(const PackParams&);
+Status unpack_bits(const PackParams&);
+Status dequantize_tiles(const DequantizeParams&);
+Status unpack_records(const CanonicalParams&);
+Status pack_records(const CanonicalParams&);
+Status append_kv(const AppendParams&);
 
 }  // namespace cuda
 
