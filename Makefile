@@ -23,7 +23,7 @@ endif
 help:
 	@echo "make demo      install into $(VENV), build, and run a real model with a compressed KV cache"
 	@echo "make test      install into $(VENV), build, and run all tests (GPU tests where there is a GPU)"
-	@echo "make test-gpu  run the GPU tests only; fails where there is no GPU"
+	@echo "make test-gpu  the same, but only the tests that need a GPU"
 	@echo "make build     compile the native libraries in place; only what has changed"
 	@echo "make lint      ruff, mypy and clang-format, nothing is changed"
 	@echo "make format    ruff and clang-format, in place"

@@ -13,7 +13,7 @@ from kvarn import _backends, _host
 FITS = ("unbiased", "minmax")
 
 #: Sinkhorn rounds when the caller names none. 0, for "unbiased" only: column scales in closed form.
-DEFAULT_ITERATIONS = {"unbiased": 0, "minmax": 8}
+DEFAULT_ITERATIONS = {"unbiased": 4, "minmax": 8}
 
 _NAME = re.compile(
     "kvarn_k({0})v({0})_g({1})".format(

@@ -276,6 +276,16 @@ def guarded_sinkhorn(
     return torch.where(take[:, None], alternative, sinkhorn)
 
 
+def without_gauge(c: Tensor, cols: Tensor) -> Tensor:
+    """Sinkhorn's column scales divided by their geometric mean over the live columns.
+
+    They are determined up to a factor, which the row scales take up, and ties of the best round move
+    that factor. Column weights and rounding to fp16 would depend on it.
+    """
+    mean_log2 = (c.log2() * cols).sum(-1, keepdim=True) / cols.sum(-1, keepdim=True).clamp(min=1)
+    return c * torch.exp2(-mean_log2)
+
+
 class Moments(NamedTuple):
     """Weighted means [N, R] and central second moments of rows of X and of codes q."""
 
@@ -441,7 +451,7 @@ def encode(
         lo, hi = row_range(t / c[:, None, :], rows, cols)
         return store(t, q, s, z, c, (lo + hi) / 2, rows, cols, bits)
     if iterations > 0:
-        c = guarded_sinkhorn(t, rows, cols, bits, iterations, key)
+        c = without_gauge(guarded_sinkhorn(t, rows, cols, bits, iterations, key), cols)
     else:
         c = token_rms(t, cols) if key else channel_spread(t, rows)
     q, s, z, c, mx = unbiased(t, c, rows, cols, bits, key)

@@ -34,6 +34,42 @@ def test_version_has_one_source():
     assert 'dynamic = ["version"]' in (ROOT / "pyproject.toml").read_text()
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: _host.record_layout(5, 2, 128, 96),
+            "kvarn::record_layout: key_bits, value_bits, group, head_dim must be valid_bits, "
+            "valid_bits, valid_groups, valid_head_dims, got 5, 2, 128, 96",
+        ),
+        (
+            lambda: _host.key_position(0, 64, 64),
+            "kvarn::key_position: channel must be in [0, head_dim), got 64",
+        ),
+        (
+            lambda: _host.value_position(-1, 0, 64),
+            "kvarn::value_position: token must not be negative, got -1",
+        ),
+        (
+            lambda: _host.value_position(0, 0, 0),
+            "kvarn::value_position: head_dim must be one of valid_head_dims, got 0",
+        ),
+        (
+            lambda: _host.field_position(0, 0),
+            "kvarn::field_position: bits must be one of valid_bits, got 0",
+        ),
+        (
+            lambda: _host.word_offset(0, 32),
+            "kvarn::word_offset: lane must be in [0, 32), got 32",
+        ),
+    ],
+)
+def test_host_errors_in_words(call, message):
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert str(caught.value) == message
+
+
 def test_source_list_is_complete():
     rows = [
         line.split()

@@ -11,16 +11,14 @@ import torch
 from dense_cache import CheckedCache
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvarn import Format
 
 FMT = Format("kvarn_k4v2_g64", head_dim=64)
 G = FMT.group
-NUM_TOKENS = st.one_of(
-    st.sampled_from([0, 1, 1, 1, 2, G - 1, G, G + 1, 2 * G]), st.integers(0, 2 * G + 5)
-)
-FRACTIONS = st.sampled_from([0.0, 0.3, 0.5, 0.9, 1.0])
+NUM_TOKENS = st.one_of(st.sampled_from([1, G - 1, G, G + 1, 2 * G]), st.integers(0, 2 * G + 5))
+FRACTIONS = st.sampled_from([1.0, 0.0, 0.3, 0.5, 0.9])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,96 +32,114 @@ def one_thread():
 
 class CacheMachine(RuleBasedStateMachine):
     @initialize(
-        sink_blocks=st.integers(0, 2), recent_blocks=st.integers(0, 2), seed=st.integers(0, 99)
+        sink_blocks=st.integers(0, 2),
+        recent_blocks=st.integers(0, 2),
+        num_slots=st.sampled_from([20, 8]),
+        seed=st.integers(0, 99),
+        first=NUM_TOKENS,
     )
-    def start(self, sink_blocks, recent_blocks, seed):
+    def start(self, sink_blocks, recent_blocks, num_slots, seed, first):
         self.checked = CheckedCache(
             FMT,
-            num_blocks=14,
-            num_slots=9,
+            num_blocks=20,
+            num_slots=num_slots,
             num_kv_heads=1,
             sink_blocks=sink_blocks,
             recent_blocks=recent_blocks,
             seed=seed,
         )
         self.exported = []
-        self.checked.new()
+        self.checked.step([(self.checked.new(), first), (self.checked.new(), 10)])
 
     def pick(self, data):
         return data.draw(st.sampled_from(sorted(self.checked.model)))
 
-    @property
-    def holds_sequences(self):
-        return bool(self.checked.model)
+    def has_room(self):
+        return len(self.checked.model) < 6
 
-    @rule()
-    @precondition(lambda self: len(self.checked.model) < 6)
-    def new(self):
-        self.checked.new()
+    @rule(count=st.sampled_from([1, 2, 16]))
+    def everyone(self, count):
+        """A decode step of all sequences."""
+        self.checked.step([(seq, count) for seq in self.checked.model])
 
-    @rule(data=st.data(), drafting=st.booleans())
-    @precondition(lambda self: self.holds_sequences)
-    def step(self, data, drafting):
-        """Up to three sequences; drafts, of which some are rejected."""
-        seqs = data.draw(
-            st.lists(st.sampled_from(sorted(self.checked.model)), max_size=3, unique=True)
-        )
-        counts = [data.draw(NUM_TOKENS) for _ in seqs]
-        draft = [round(n * data.draw(FRACTIONS)) if drafting else 0 for n in counts]
-        accepted = [
-            n - round(d * data.draw(FRACTIONS)) if d else n
-            for n, d in zip(counts, draft, strict=True)
-        ]
-        window = data.draw(st.sampled_from([-1, -1, 0, 40]))
-        self.checked.step(list(zip(seqs, counts, strict=True)), draft, accepted, window)
+    @rule(data=st.data(), count=NUM_TOKENS, other=st.sampled_from([0, 1, 70]))
+    def prompt(self, data, count, other):
+        a, b = self.pick(data), self.pick(data)
+        self.checked.step([(a, count)] if a == b else [(a, count), (b, other)])
 
+    @rule(data=st.data(), count=st.integers(1, 9), kept=FRACTIONS, window=st.sampled_from([-1, 40]))
+    def draft(self, data, count, kept, window):
+        """Towards the end of a block, then drafts across it."""
+        seq = self.pick(data)
+        tail = self.checked.model[seq].length % G
+        if data.draw(st.booleans()) and self.checked.step([(seq, (G - 4 - tail) % G)]) is None:
+            return
+        draft = data.draw(st.integers(1, count))
+        accepted = count - draft + round(draft * kept)
+        self.checked.step([(seq, count)], [draft], [accepted], window)
+
+    @rule(data=st.data(), count=NUM_TOKENS, kept=FRACTIONS)
+    def long_draft(self, data, count, kept):
+        seqs = list(self.checked.model)
+        draft = [round(count * data.draw(FRACTIONS)) for _ in seqs]
+        accepted = [count - d + round(d * kept) for d in draft]
+        self.checked.step([(seq, count) for seq in seqs], draft, accepted)
+
+    @precondition(has_room)
     @rule(data=st.data(), fraction=FRACTIONS)
-    @precondition(lambda self: self.holds_sequences and len(self.checked.model) < 6)
     def fork(self, data, fraction):
         seq = self.pick(data)
         self.checked.fork(seq, round(self.checked.model[seq].length * fraction))
 
+    @precondition(has_room)
+    @rule(data=st.data())
+    def fork_and_diverge(self, data):
+        seq = self.pick(data)
+        child = self.checked.fork(seq)
+        self.checked.step([(seq, 1), (child, 1)])
+
     @rule(data=st.data(), removed=NUM_TOKENS)
-    @precondition(lambda self: self.holds_sequences)
     def truncate(self, data, removed):
         seq = self.pick(data)
         self.checked.truncate(seq, max(0, self.checked.model[seq].length - removed))
 
+    @precondition(lambda self: len(self.checked.model) > 3)
     @rule(data=st.data())
-    @precondition(lambda self: self.holds_sequences)
     def free(self, data):
         self.checked.free(self.pick(data))
 
-    @rule(data=st.data(), stays=st.booleans())
-    @precondition(lambda self: self.holds_sequences)
-    def export(self, data, stays):
+    @precondition(has_room)
+    @rule(count=NUM_TOKENS)
+    def reuse(self, count):
+        self.checked.step([(self.checked.new(), count)])
+
+    @rule(data=st.data())
+    def export(self, data):
         seq = self.pick(data)
         self.exported.append(self.checked.export(seq))
-        if not stays:
+        if len(self.checked.model) > 1:
             self.checked.free(seq)
 
+    @precondition(lambda self: self.exported and self.has_room())
     @rule()
-    @precondition(lambda self: self.exported and len(self.checked.model) < 6)
     def restore(self):
         if self.checked.restore(self.exported[-1]) is not None:
             self.exported.pop()
 
-    @rule()
+    @invariant()
     def check(self):
         self.checked.check()
 
     def teardown(self):
-        if hasattr(self, "checked"):
-            self.checked.check()
-            for seq in list(self.checked.model):
-                self.checked.free(seq)
-            self.checked.check()
+        for seq in list(self.checked.model):
+            self.checked.free(seq)
+        self.checked.check()
 
 
 TestCache = CacheMachine.TestCase
 TestCache.settings = settings(
-    max_examples=40,
-    stateful_step_count=25,
+    max_examples=50,
+    stateful_step_count=20,
     deadline=None,
     derandomize=True,
     database=None,

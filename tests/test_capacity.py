@@ -28,7 +28,7 @@ def test_sixteen_and_eight_bits():
 
 def test_packed_sequence():
     row = only("kvarn_k4v2_g128", memory=16 * GIB, context=8192)
-    # A record: 128*128*6/8 = 12,288 B of codes, 2*(2*128 + 128) and again 2*(128 + 2*128) of scales.
+    # A record: 128*128*6/8 = 12,288 B of codes, twice 2*(2*128 + 128) of scales.
     assert Format("kvarn_k4v2_g128", head_dim=128).record_bytes == 13824
     assert row.bytes_per_token == 32 * 8 * 108
     # Sinks, one recent and the open block: 3 pages of 2 * 128 tokens * 128 channels * 2 B * 256.

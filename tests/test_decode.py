@@ -296,7 +296,7 @@ def test_fault09_every_ratio_of_heads(ratio: int) -> None:
 def test_fault10_addresses_beyond_2_to_the_31() -> None:
     # Virtual memory, of which only the few pages that are used come to exist.
     fmt = K4V2
-    case = Case(fmt, [300, 140], kv_heads=2, dtype=torch.float16)
+    case = Case(fmt, [420, 300], kv_heads=2, dtype=torch.float16)
     q = torch.randn(2, 4, 64, dtype=torch.float16)
     plain = decode(case, q)
 

@@ -156,12 +156,11 @@ def distributions(head_dim: int, group: int) -> dict[str, Tensor]:
 def test_ops_agree_with_reference(head_dim, group, bits, fit, iterations):
     """Codes differ in less than 0.03 %, values that have the same code by less than 5e-3.
 
-    The reference in fp32 and in fp64 are no nearer to each other. More at 8 bits, where a column
-    scale that rounds to the other fp16 neighbour moves a tenth of its column's codes, and with
-    Sinkhorn's scales in the unbiased fit, where a tie of two best rounds changes the column
-    weights.
+    The reference in fp32 and in fp64 are no nearer to each other. At 8 bits a column scale that
+    rounds to the other fp16 neighbour moves a tenth of its column's codes, so 0.1 %; at 2 bits one
+    code moves the scale of its row, so 1.5e-2.
     """
-    limit = 3e-4 * (4 if bits == 8 else 1) * (20 if (fit, iterations) == ("unbiased", 4) else 1)
+    limit = 1e-3 if bits == 8 else 3e-4
     fmt = same_bits(bits, head_dim, group)
     different = count = 0
     for name, x in distributions(head_dim, group).items():
@@ -179,7 +178,7 @@ def test_ops_agree_with_reference(head_dim, group, bits, fit, iterations):
         ):
             assert torch.equal(a.isnan(), b.isnan()), name
             a, b = (torch.where(same, x[:, :, 0].nan_to_num(), 0) for x in (a, b))
-            assert relative_error(a, b) < (1e-2 if fit == "unbiased" and iterations else 5e-3), name
+            assert relative_error(a, b) < (1.5e-2 if bits == 2 else 5e-3), name
     assert different < limit * count
 
 

@@ -26,46 +26,25 @@ namespace {
 inline constexpr float kInfinity = __builtin_inff();
 inline constexpr int kStrip = 16;  ///< staged tokens that are converted at once
 
-/// fn(Rows<n>{}, first) for blocks of at most kRowBlock of `count` rows.
 template <int kCount>
 struct Rows {
   static constexpr int value = kCount;
 };
+
+/// fn(Rows<n>{}, first) for the first n = min(count, kMost) rows.
+template <int kMost, class Fn>
+inline void for_rows(int first, int count, Fn& fn) {
+  if constexpr (kMost > 1) {
+    if (count < kMost) return for_rows<kMost - 1>(first, count, fn);
+  }
+  fn(Rows<kMost>{}, first);
+}
+
+/// fn(Rows<n>{}, first) for blocks of at most kRowBlock of `count` rows.
 template <class Fn>
 inline void for_row_blocks(int count, Fn&& fn) {
   for (int first = 0; first < count; first += kRowBlock) {
-    switch (count - first) {
-      case 1:
-        fn(Rows<1>{}, first);
-        break;
-      case 2:
-        fn(Rows<2>{}, first);
-        break;
-      case 3:
-        fn(Rows<3>{}, first);
-        break;
-      default:
-        if constexpr (kRowBlock > 4) {
-          switch (count - first) {
-            case 4:
-              fn(Rows<4>{}, first);
-              break;
-            case 5:
-              fn(Rows<5>{}, first);
-              break;
-            case 6:
-              fn(Rows<6>{}, first);
-              break;
-            case 7:
-              fn(Rows<7>{}, first);
-              break;
-            default:
-              fn(Rows<8>{}, first);
-          }
-        } else {
-          fn(Rows<4>{}, first);
-        }
-    }
+    for_rows<kRowBlock>(first, count - first, fn);
   }
 }
 
@@ -100,11 +79,13 @@ struct Scratch {
   float* key_scale;      ///< [G] per token, in the order of the scores, like the next two
   float* value_scale;    ///< [G]
   float* value_zero;     ///< [G]
-  float* half;           ///< [max(D, G)] conversion buffer
+  float* row;            ///< [max(D, G)]
+  uint16_t* halves;      ///< [max(D, G)]
   int64_t bytes;
 
   Scratch(void* memory, const Format& f, int rows) {
-    uint8_t* next = static_cast<uint8_t*>(memory);
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(memory);
+    uintptr_t next = begin;
     const auto take = [&](int64_t floats) {
       float* const p = reinterpret_cast<float*>(next);
       next += (floats * 4 + 63) / 64 * 64;
@@ -127,17 +108,14 @@ struct Scratch {
     key_scale = take(group);
     value_scale = take(group);
     value_zero = take(group);
-    half = take(dim > group ? dim : group);
-    bytes = next - static_cast<uint8_t*>(memory);
+    row = take(dim > group ? dim : group);
+    halves = reinterpret_cast<uint16_t*>(take((dim > group ? dim : group) / 2));
+    bytes = static_cast<int64_t>(next - begin);
   }
 };
 
 inline int64_t attend_scratch_bytes(const Format& f, int rows) {
   return Scratch(nullptr, f, rows).bytes;
-}
-
-inline void load_scales(const uint8_t* record, int offset, float* out, int n) {
-  load_row(record + offset, DType::kFloat16, 0, out, n);
 }
 
 /// 8 x 8 blocks: element 64i + 8r + t of `in` -> out[to[8i + t] + r].
@@ -226,8 +204,14 @@ class Attention {
     float* const a = s_.scaled;
 #pragma omp simd
     for (int d = 0; d < dim_; ++d) a[d] = x[d] * scale;
-    __builtin_memcpy(out, walsh_hadamard(a, s_.half, dim_),
+    __builtin_memcpy(out, walsh_hadamard(a, s_.row, dim_),
                      sizeof(float) * static_cast<uint64_t>(dim_));
+  }
+
+  /// Records may begin at any byte.
+  void load_scales(const uint8_t* record, int offset, float* out, int n) {
+    __builtin_memcpy(s_.halves, record + offset, sizeof(uint16_t) * static_cast<uint64_t>(n));
+    load_row(s_.halves, DType::kFloat16, 0, out, n);
   }
 
   int64_t block(int64_t tile) const { return p_.kv.block_table.at(rows_.seq, tile); }
@@ -277,8 +261,8 @@ class Attention {
     load_scales(record, layout_.key_channel_scale, s_.channel_scale, dim_);
     load_scales(record, layout_.key_zero_point, s_.channel_zero, dim_);
     for (int d = 0; d < dim_; ++d) s_.channel_zero[d] += code_center(kBits);
-    load_scales(record, layout_.key_token_scale, s_.half, group_);
-    reorder(s_.half, plan_.token_to, group_, s_.key_scale);
+    load_scales(record, layout_.key_token_scale, s_.row, group_);
+    reorder(s_.row, plan_.token_to, group_, s_.key_scale);
     transpose_codes(record + layout_.key_codes, plan_.key, s_.codes);
 
     for_row_blocks(rows_.count, [&](auto block, int first) {
@@ -309,11 +293,11 @@ class Attention {
   }
 
   void prepare_values(const uint8_t* record) {
-    load_scales(record, layout_.value_token_scale, s_.half, group_);
-    reorder(s_.half, plan_.token_to, group_, s_.value_scale);
-    load_scales(record, layout_.value_zero_point, s_.half, group_);
-    for (int g = 0; g < group_; ++g) s_.half[g] += code_center(p_.kv.format.value_bits);
-    reorder(s_.half, plan_.token_to, group_, s_.value_zero);
+    load_scales(record, layout_.value_token_scale, s_.row, group_);
+    reorder(s_.row, plan_.token_to, group_, s_.value_scale);
+    load_scales(record, layout_.value_zero_point, s_.row, group_);
+    for (int g = 0; g < group_; ++g) s_.row[g] += code_center(p_.kv.format.value_bits);
+    reorder(s_.row, plan_.token_to, group_, s_.value_zero);
   }
 
   /// Scores -> P (staged) or P' (records), in place; the running maximum and sum; earlier outputs
@@ -388,8 +372,8 @@ class Attention {
 
   template <int kBits>
   void accumulate(const uint8_t* record) {
-    load_scales(record, layout_.value_channel_scale, s_.half, dim_);
-    reorder(s_.half, plan_.channel_to, dim_, s_.channel_scale);
+    load_scales(record, layout_.value_channel_scale, s_.row, dim_);
+    reorder(s_.row, plan_.channel_to, dim_, s_.channel_scale);
     transpose_codes(record + layout_.value_codes, plan_.value, s_.codes);
     for_row_blocks(rows_.count, [&](auto block, int first) {
       constexpr int kRows = decltype(block)::value;

@@ -76,8 +76,7 @@ Status check_numbers(const DecodeParams& p, int num_threads) {
                            std::to_string(p.logits_soft_cap));
   }
   if (p.window_left < -1) {
-    return Status::invalid("window_left must be at least -1, got " +
-                           std::to_string(p.window_left));
+    return Status::invalid("window_left must be at least -1, got " + std::to_string(p.window_left));
   }
   if (p.max_seq_len < 0) {
     return Status::invalid("max_seq_len must be at least 0, got " + std::to_string(p.max_seq_len));
@@ -136,8 +135,8 @@ class Decode {
         plan_(make_tile_plan(p.kv.format)),
         kernels_(attention_kernels()),
         max_units_(max_units(workspace_params(p))),
-        pieces_(p.workspace, max_pieces(workspace_params(p), shares), rows_,
-                p.kv.format.head_dim) {}
+        pieces_(p.workspace, max_pieces(workspace_params(p), shares), rows_, p.kv.format.head_dim) {
+  }
 
   /// Blocks that no query sees are neither checked nor read.
   Status check_blocks_seen() const {

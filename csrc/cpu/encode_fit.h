@@ -138,6 +138,15 @@ inline void limit_col_scale(float* col_scale, int cols) {
   }
 }
 
+/// Sinkhorn's scales are determined up to a factor, and ties of the best round move it. Column
+/// weights and rounding to fp16 would depend on it.
+inline void divide_by_geometric_mean(float* col_scale, int cols) {
+  float log_sum = 0;
+  for (int j = 0; j < cols; ++j) log_sum += __builtin_log2f(col_scale[j]);
+  const float factor = __builtin_exp2f(-log_sum / static_cast<float>(cols));
+  for (int j = 0; j < cols; ++j) col_scale[j] *= factor;
+}
+
 /// Summed squares of every token.
 inline void token_energy(const Tile& tile, float* __restrict energy) {
   if (!tile.rows_are_tokens) {

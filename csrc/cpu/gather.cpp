@@ -28,8 +28,8 @@ Status check(const GatherParams& p) {
   }
   for (int64_t seq = 0; seq < kv.seqs; ++seq) {
     const int64_t room = p.cu_seq_lens[seq + 1] - p.cu_seq_lens[seq];
-    Status status = check_seq_len(kv, seq, kv.table_width * kv.format.group,
-                                  "the tokens of block_table");
+    Status status =
+        check_seq_len(kv, seq, kv.table_width * kv.format.group, "the tokens of block_table");
     if (status.ok()) status = check_seq_len(kv, seq, room, "the room that cu_seq_lens gives");
     if (status.ok()) status = check_blocks(kv, seq, 0, tiles_of(kv, seq));
     if (!status.ok()) return status;
@@ -69,8 +69,8 @@ struct Destination {
 void gather(const GatherParams& p, int64_t block, int32_t head, int value, int64_t first_row,
             int count, const Scratch& scratch) {
   const Format& f = p.kv.format;
-  const Destination to = value == 0 ? Destination{p.key, p.key_stride}
-                                    : Destination{p.value, p.value_stride};
+  const Destination to =
+      value == 0 ? Destination{p.key, p.key_stride} : Destination{p.value, p.value_stride};
   const int64_t offset = first_row * to.stride[0] + head * to.stride[1];
   const int64_t slot = p.kv.block_slot ? p.kv.block_slot[block] : -1;
   if (slot >= 0) {
@@ -113,8 +113,8 @@ Status gather_kv(const GatherParams& p, const Executor& executor) {
           const int64_t last = std::min(tiles_of(kv, seq), end - before);
           for (int64_t tile = std::max<int64_t>(begin - before, 0); tile < last; ++tile) {
             const int64_t token = tile * kv.format.group;
-            const int count = static_cast<int>(
-                std::min<int64_t>(kv.format.group, kv.seq_lens[seq] - token));
+            const int count =
+                static_cast<int>(std::min<int64_t>(kv.format.group, kv.seq_lens[seq] - token));
             for (int32_t head = 0; head < kv.kv_heads; ++head) {
               for (int value = 0; value < 2; ++value) {
                 gather(p, kv.block_table.at(seq, tile), head, value, p.cu_seq_lens[seq] + token,

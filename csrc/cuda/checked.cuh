@@ -73,10 +73,7 @@ Status find_offence(const Check& check, int64_t count, void* stream, Offence& of
     offence = result.offence;
     index = result.index;
   }
-  if (error == cudaSuccess) return {};
-  cudaGetLastError();
-  return Status::runtime(std::string("metadata cannot be checked: ") + cudaGetErrorName(error) +
-                         " (" + cudaGetErrorString(error) + ")");
+  return error == cudaSuccess ? Status() : runtime_error("checking metadata", error);
 }
 
 }  // namespace kvarn::cuda

@@ -19,11 +19,13 @@
 // stores, 64 bytes of a row side by side.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cuda/format.h"
 #include "cuda/launch.h"
 #include "device/codes.cuh"
+#include "device/copy.cuh"
 #include "device/hadamard.cuh"
 #include "device/mma.cuh"
 #include "device/numeric.cuh"
@@ -37,26 +39,26 @@ constexpr int kMaxTiles = 8;  // fragments that have accumulators of their own: 
 constexpr uint32_t kSigns = 0x80008000u;  // of a half2
 constexpr uint32_t kHighSign = 0x80000000u;
 
-/// K or V of one record, in shared memory, and where its rows go.
+/// K or V of one record, in shared memory.
 struct Part {
   const uint8_t* codes;
   const __half* channel_scale;
   const __half* zero_point;  // K: of channels, V: of tokens
   const __half* token_scale;
   float* start;  // [D]: what the accumulators start from
-  uint2* b;      // [D / 16, 32]: B operands
-  char* out;     // token 0, channel 0
+  uint4* b;      // [D / 16, 32]: B operands of a lane, n-tiles 0 and 1
+};
+
+/// Where its rows go.
+struct Rows {
+  char* out;  // token 0, channel 0
   int64_t token_stride;
-  int group;
-  DType dtype;
-  bool rotated;
-  bool aligned;  // rows of out start at multiples of 16 bytes
 };
 
 /// start[channel]: the zero points (K) or ones (V) times the channel scale, transformed over the
 /// channel bits of a fragment (K: 0, 1, 3, 4; V: 0, 3, 4, 5) and those above bit 6.
 template <int kDim, bool kKey>
-__device__ __forceinline__ void make_start(const Part& part) {
+__device__ __forceinline__ void make_start(const Part& part, bool rotated) {
   constexpr int kCount = kDim <= kThreads ? 1 : kDim / kThreads;
   const int i = threadIdx.x;
   if (i >= kDim) return;
@@ -69,7 +71,7 @@ __device__ __forceinline__ void make_start(const Part& part) {
     const int c = channel + k * kThreads;
     v[k] = __half2float(part.channel_scale[c]) * (kKey ? __half2float(part.zero_point[c]) : 1.f);
   }
-  if (!part.rotated) {
+  if (!rotated) {
     if constexpr (kKey) {
       device::butterfly_lanes<1, 4>(v, i);
       device::butterfly_lanes<8, 32>(v, i);
@@ -82,60 +84,58 @@ __device__ __forceinline__ void make_start(const Part& part) {
   for (int k = 0; k < kCount; ++k) part.start[channel + k * kThreads] = v[k];
 }
 
-/// How a lane's B operands of n-tile m and row half h follow from those that are stored:
-/// (b & keep[m][h]) ^ flip[m][h].
-struct Masks {
-  uint32_t keep[2][2];
-  uint32_t flip[2][2];
-};
-
 /// B: rows are the channels of a fragment, row 2t + p + 8h: of K, p is channel bit 0, h bit 1, t
 /// bits 3-4; of V, h is bit 0, p bit 3, t bits 4-5. Columns are channels too, column r of n-tile m:
 /// of K, r is the bits 0, 3, 4 and m bit 1; of V, r is the bits 0, 3, 4 and m bit 5. An element is
 /// the scale of its row, its sign the parity of the bits that row and column have in common (in the
 /// rotated basis: 0 unless row and column are the same channel).
 template <int kDim, bool kKey>
-__device__ __forceinline__ Masks make_b(const Part& part, int lane) {
+__device__ __forceinline__ void make_b(const Part& part, bool rotated, int lane) {
   const int r = lane / 4;
   const int t = lane % 4;
-  Masks masks;
+  uint32_t keep[2][2];  // of the pair p = 0, 1; by m and h
+  uint32_t flip[2][2];
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      const int p = kKey ? r & 1 : r >> 1 & 1;  // of the column
       bool odd;                                 // sign of p = 0
-      bool same;                                // whether the bits but p's agree
-      const int p = kKey ? r & 1 : r >> 1 & 1;  // p of the column
-      if (kKey) {
+      bool same;                                // whether all bits but p agree
+      if constexpr (kKey) {
         odd = (__popc(t & r >> 1) + h * m) & 1;
         same = t == r >> 1 && h == m;
       } else {
         odd = ((t & r >> 2) + (t >> 1) * m + h * (r & 1)) & 1;
         same = (t & 1) == r >> 2 && t >> 1 == m && h == (r & 1);
       }
-      if (part.rotated) {
-        masks.keep[m][h] = !same ? 0 : p == 0 ? 0x0000ffffu : 0xffff0000u;
-        masks.flip[m][h] = 0;
+      if (rotated) {
+        keep[m][h] = !same ? 0 : p == 0 ? 0x0000ffffu : 0xffff0000u;
+        flip[m][h] = 0;
       } else {
-        masks.keep[m][h] = ~0u;
-        masks.flip[m][h] = (odd ? kSigns : 0) ^ (p == 0 ? 0 : kHighSign);
+        keep[m][h] = ~0u;
+        flip[m][h] = (odd ? kSigns : 0) ^ (p == 0 ? 0 : kHighSign);
       }
     }
   }
-  // The pairs p = 0, 1 of the scales themselves.
   for (int f = threadIdx.x / kWarpLanes; f < kDim / kFragmentDim; f += kThreads / kWarpLanes) {
-    uint2 b;
+    uint32_t pair[2];  // p = 0, 1; by h
     if constexpr (kKey) {
-      b = *reinterpret_cast<const uint2*>(part.channel_scale + f / 2 * 32 + 8 * t + f % 2 * 4);
+      const uint2 scales =
+          *reinterpret_cast<const uint2*>(part.channel_scale + f / 2 * 32 + 8 * t + f % 2 * 4);
+      pair[0] = scales.x;
+      pair[1] = scales.y;
     } else {
       const __half* const at = part.channel_scale + f / 4 * 64 + 16 * t + f % 4 * 2;
       const uint32_t p0 = *reinterpret_cast<const uint32_t*>(at);
       const uint32_t p1 = *reinterpret_cast<const uint32_t*>(at + 8);
-      b = {__byte_perm(p0, p1, 0x5410), __byte_perm(p0, p1, 0x7632)};
+      pair[0] = __byte_perm(p0, p1, 0x5410);
+      pair[1] = __byte_perm(p0, p1, 0x7632);
     }
-    part.b[f * kWarpLanes + lane] = b;
+    part.b[f * kWarpLanes + lane] = {
+        pair[0] & keep[0][0] ^ flip[0][0], pair[1] & keep[0][1] ^ flip[0][1],
+        pair[0] & keep[1][0] ^ flip[1][0], pair[1] & keep[1][1] ^ flip[1][1]};
   }
-  return masks;
 }
 
 /// Where element (row, channel 32j + 8t + channel) stands among a lane's accumulators
@@ -176,7 +176,8 @@ __device__ __forceinline__ void store_rows(char* out, int64_t token_stride, bool
 }
 
 template <int kDim, int kBits, bool kKey>
-__device__ __forceinline__ void dequantize_part(const Part& part) {
+__device__ __forceinline__ void dequantize_part(const Part& part, const Rows& rows,
+                                                const DequantizeParams& p, bool aligned) {
   constexpr int kFragments = kDim / kFragmentDim;
   constexpr int kTiles = kFragments < kMaxTiles ? kFragments : kMaxTiles;
   constexpr float kNorm = device::orthonormal_scale(kDim);
@@ -184,18 +185,18 @@ __device__ __forceinline__ void dequantize_part(const Part& part) {
   const int r = lane / 4;
   const int t = lane % 4;
 
-  make_start<kDim, kKey>(part);
-  const Masks masks = make_b<kDim, kKey>(part, lane);
-  const float norm = part.rotated ? 1.f : kNorm;
+  make_start<kDim, kKey>(part, p.rotated);
+  make_b<kDim, kKey>(part, p.rotated, lane);
   __syncthreads();
 
 #pragma unroll 1
-  for (int unit = threadIdx.x / kWarpLanes; unit < part.group / kTokens;
+  for (int unit = threadIdx.x / kWarpLanes; unit < p.format.group / kTokens;
        unit += kThreads / kWarpLanes) {
     // The lane's rows of the accumulators: two neighbouring tokens.
     const int token = unit / 4 * 64 + r * 8 + unit % 4 * 2;
     const float2 token_scale =
         __half22float2(*reinterpret_cast<const __half2*>(part.token_scale + token));
+    const float norm = p.rotated ? 1.f : kNorm;
     const float row_scale[2] = {token_scale.x * norm, token_scale.y * norm};
     float2 zero = {1.f, 1.f};
     if constexpr (!kKey) {
@@ -209,20 +210,22 @@ __device__ __forceinline__ void dequantize_part(const Part& part) {
 #pragma unroll
       for (int j = 0; j < kTiles / 2; ++j) {
 #pragma unroll
-        for (int i = 0; i < 8; i += 2) {
-          const float2 start =
-              *reinterpret_cast<const float2*>(part.start + first_channel + 32 * j + 8 * t + i);
-          d[accumulator<kKey>(0, j, i)] = start.x * zero.x;
-          d[accumulator<kKey>(0, j, i + 1)] = start.y * zero.x;
-          d[accumulator<kKey>(1, j, i)] = start.x * zero.y;
-          d[accumulator<kKey>(1, j, i + 1)] = start.y * zero.y;
+        for (int i = 0; i < 8; i += 4) {
+          const float4 start =
+              *reinterpret_cast<const float4*>(part.start + first_channel + 32 * j + 8 * t + i);
+          const float channel[] = {start.x, start.y, start.z, start.w};
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            d[accumulator<kKey>(0, j, i + k)] = channel[k] * zero.x;
+            d[accumulator<kKey>(1, j, i + k)] = channel[k] * zero.y;
+          }
         }
       }
 #pragma unroll
       for (int f = 0; f < kFragments; f += device::kFragmentsAtOnce) {
         const int above = f / kTiles;  // bits 7 and up of its channels
-        if (part.rotated && above != pass) continue;
-        const uint32_t sign = !part.rotated && __popc(above & pass) % 2 == 1 ? kSigns : 0;
+        if (p.rotated && above != pass) continue;
+        const uint32_t sign = __popc(above & pass) % 2 == 1 && !p.rotated ? kSigns : 0;
         uint32_t words[kBits];
         device::load_words<kBits>(part.codes, (unit * kFragments + f) / device::kFragmentsAtOnce,
                                   lane, words);
@@ -239,28 +242,28 @@ __device__ __forceinline__ void dequantize_part(const Part& part) {
               a[i % 2 * 2 + i / 2] = device::transpose_8x8(codes);
             }
           }
-          const uint2 b = part.b[(f + k) * kWarpLanes + lane];
-#pragma unroll
-          for (int m = 0; m < 2; ++m) {
-            device::mma_m16n8k16(d + 8 * ((f + k) % kTiles) + 4 * m, a,
-                                 (b.x & masks.keep[m][0]) ^ masks.flip[m][0] ^ sign,
-                                 (b.y & masks.keep[m][1]) ^ masks.flip[m][1] ^ sign);
+          uint4 b = part.b[(f + k) * kWarpLanes + lane];
+          if constexpr (kFragments > kTiles) {
+            b = {b.x ^ sign, b.y ^ sign, b.z ^ sign, b.w ^ sign};
           }
+          float* const tile = d + 8 * ((f + k) % kTiles);
+          device::mma_m16n8k16(tile, a, b.x, b.y);
+          device::mma_m16n8k16(tile + 4, a, b.z, b.w);
         }
       }
-      if (!part.rotated) device::butterfly_registers<8, kTiles * 8>(d);
+      if (!p.rotated) device::butterfly_registers<8, kTiles * 8>(d);
 
       char* const out =
-          part.out + (token * part.token_stride + first_channel + 8 * t) * size_of(part.dtype);
-      switch (part.dtype) {
+          rows.out + (token * rows.token_stride + first_channel + 8 * t) * size_of(p.dtype);
+      switch (p.dtype) {
         case DType::kFloat16:
-          store_rows<__half, kKey>(out, part.token_stride, part.aligned, d, row_scale);
+          store_rows<__half, kKey>(out, rows.token_stride, aligned, d, row_scale);
           break;
         case DType::kBFloat16:
-          store_rows<__nv_bfloat16, kKey>(out, part.token_stride, part.aligned, d, row_scale);
+          store_rows<__nv_bfloat16, kKey>(out, rows.token_stride, aligned, d, row_scale);
           break;
         case DType::kFloat32:
-          store_rows<float, kKey>(out, part.token_stride, part.aligned, d, row_scale);
+          store_rows<float, kKey>(out, rows.token_stride, aligned, d, row_scale);
           break;
       }
     }
@@ -269,73 +272,76 @@ __device__ __forceinline__ void dequantize_part(const Part& part) {
 
 /// bits -> template argument.
 template <int kDim, bool kKey>
-__device__ __forceinline__ void dequantize_part(const Part& part, int bits) {
-  switch (bits) {
+__device__ __forceinline__ void dequantize_part(const Part& part, const Rows& rows,
+                                                const DequantizeParams& p, bool aligned) {
+  switch (kKey ? p.format.key_bits : p.format.value_bits) {
     case 2:
-      return dequantize_part<kDim, 2, kKey>(part);
+      return dequantize_part<kDim, 2, kKey>(part, rows, p, aligned);
     case 3:
-      return dequantize_part<kDim, 3, kKey>(part);
+      return dequantize_part<kDim, 3, kKey>(part, rows, p, aligned);
     case 4:
-      return dequantize_part<kDim, 4, kKey>(part);
+      return dequantize_part<kDim, 4, kKey>(part, rows, p, aligned);
     case 8:
-      return dequantize_part<kDim, 8, kKey>(part);
-  }
-}
-
-/// Copies `bytes` (a multiple of 16) to shared memory; records may start at any address.
-__device__ __forceinline__ void load_shared(uint8_t* to, const uint8_t* from, int bytes) {
-  if (reinterpret_cast<uintptr_t>(from) % 16 == 0) {
-    for (int i = 16 * threadIdx.x; i < bytes; i += 16 * kThreads) {
-      *reinterpret_cast<uint4*>(to + i) = __ldcg(reinterpret_cast<const uint4*>(from + i));
-    }
-  } else {
-    for (int i = threadIdx.x; i < bytes; i += kThreads) to[i] = from[i];
+      return dequantize_part<kDim, 8, kKey>(part, rows, p, aligned);
   }
 }
 
 template <int kDim>
 constexpr int kScratchBytes = kDim * static_cast<int>(sizeof(float)) +
-                              kDim / kFragmentDim * kWarpLanes * static_cast<int>(sizeof(uint2));
+                              kDim / kFragmentDim * kWarpLanes * static_cast<int>(sizeof(uint4));
 
+/// A block takes record after record. The next K part comes in while V is at work, and the next V
+/// part while K is.
 template <int kDim>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kDim == 64    ? 5
+                                            : kDim == 128 ? 4
+                                                          : 3)
     dequantize_kernel(const __grid_constant__ DequantizeParams p, bool aligned) {
   extern __shared__ __align__(16) uint8_t shared[];
-  const bool is_key = blockIdx.x % 2 == 0;
-  const int64_t tile = blockIdx.x / 2 / static_cast<unsigned>(p.heads);
-  const int64_t head = blockIdx.x / 2 % static_cast<unsigned>(p.heads);
+  uint8_t* const buffer = shared + kScratchBytes<kDim>;
   const RecordLayout layout = record_layout(p.format);
-  const int begin = is_key ? 0 : layout.value_codes;
-  const int bytes = (is_key ? layout.value_codes : layout.bytes) - begin;
-
-  uint8_t* const codes = shared + kScratchBytes<kDim>;
-  load_shared(codes, p.records + tile * p.record_stride[0] + head * p.record_stride[1] + begin,
-              bytes);
-  __syncthreads();
-
-  const int group = p.format.group;
-  const int64_t* const stride = is_key ? p.key_stride : p.value_stride;
-  const auto field = [&](int offset) {
-    return reinterpret_cast<const __half*>(codes + offset - begin);
+  const int64_t records = p.tiles * p.heads;
+  const auto fetch = [&](int64_t record, int begin, int end) {
+    if (record < records) {
+      const int64_t tile = record / p.heads;
+      const int64_t head = record - tile * p.heads;
+      device::copy_to_shared<kThreads>(
+          buffer + begin, p.records + tile * p.record_stride[0] + head * p.record_stride[1] + begin,
+          end - begin);
+    }
+    device::copy_async_commit();
   };
-  Part part;
-  part.codes = codes;
-  part.channel_scale = field(is_key ? layout.key_channel_scale : layout.value_channel_scale);
-  part.zero_point = field(is_key ? layout.key_zero_point : layout.value_zero_point);
-  part.token_scale = field(is_key ? layout.key_token_scale : layout.value_token_scale);
-  part.start = reinterpret_cast<float*>(shared);
-  part.b = reinterpret_cast<uint2*>(shared + kDim * sizeof(float));
-  part.out = static_cast<char*>(is_key ? p.key : p.value) +
-             (tile * stride[0] + head * stride[2]) * size_of(p.dtype);
-  part.token_stride = stride[1];
-  part.group = group;
-  part.dtype = p.dtype;
-  part.rotated = p.rotated;
-  part.aligned = aligned;
-  if (is_key) {
-    dequantize_part<kDim, true>(part, p.format.key_bits);
-  } else {
-    dequantize_part<kDim, false>(part, p.format.value_bits);
+  const auto field = [&](int offset) { return reinterpret_cast<const __half*>(buffer + offset); };
+  const auto rows_of = [&](void* out, const int64_t (&stride)[3], int64_t record) {
+    const int64_t tile = record / p.heads;
+    const int64_t head = record - tile * p.heads;
+    return Rows{static_cast<char*>(out) + (tile * stride[0] + head * stride[2]) * size_of(p.dtype),
+                stride[1]};
+  };
+  float* const start = reinterpret_cast<float*>(shared);
+  uint4* const b = reinterpret_cast<uint4*>(shared + kDim * sizeof(float));
+
+  fetch(blockIdx.x, 0, layout.value_codes);
+  fetch(blockIdx.x, layout.value_codes, layout.bytes);
+#pragma unroll 1
+  for (int64_t record = blockIdx.x; record < records; record += gridDim.x) {
+    device::copy_async_wait<1>();
+    __syncthreads();
+    dequantize_part<kDim, true>(
+        {buffer, field(layout.key_channel_scale), field(layout.key_zero_point),
+         field(layout.key_token_scale), start, b},
+        rows_of(p.key, p.key_stride, record), p, aligned);
+    __syncthreads();
+    fetch(record + gridDim.x, 0, layout.value_codes);
+
+    device::copy_async_wait<1>();
+    __syncthreads();
+    dequantize_part<kDim, false>(
+        {buffer + layout.value_codes, field(layout.value_channel_scale),
+         field(layout.value_zero_point), field(layout.value_token_scale), start, b},
+        rows_of(p.value, p.value_stride, record), p, aligned);
+    __syncthreads();
+    fetch(record + gridDim.x, layout.value_codes, layout.bytes);
   }
 }
 
@@ -354,15 +360,17 @@ bool aligned(const DequantizeParams& p) {
 
 template <int kDim>
 Status run(const DequantizeParams& p) {
-  const int64_t blocks = 2 * p.tiles * p.heads;
-  if (blocks == 0) return {};
-  if (Status status = check_grid("records", blocks); !status.ok()) return status;
-  const RecordLayout layout = record_layout(p.format);
-  const int part_bytes = layout.value_codes > layout.bytes - layout.value_codes
-                             ? layout.value_codes
-                             : layout.bytes - layout.value_codes;
+  const int64_t records = p.tiles * p.heads;
+  if (records == 0) return {};
+  const size_t shared_bytes = kScratchBytes<kDim> + record_layout(p.format).bytes;
+  int resident = 0;
+  if (Status status = resident_blocks(dequantize_kernel<kDim>, kThreads, shared_bytes, resident);
+      !status.ok()) {
+    return status;
+  }
+  const int64_t blocks = std::min<int64_t>(records, resident);
   return launch(dequantize_kernel<kDim>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
-                kScratchBytes<kDim> + part_bytes, p.stream, p, aligned(p));
+                shared_bytes, p.stream, p, aligned(p));
 }
 
 }  // namespace

@@ -16,10 +16,9 @@ namespace {
 
 constexpr int kThreads = 256;
 
-/// A number at any address: records may start at odd ones.
+/// Numbers at any address: records may start at odd ones.
 template <class T>
 __device__ __forceinline__ T load_at(const uint8_t* p) {
-  if (reinterpret_cast<uintptr_t>(p) % sizeof(T) == 0) return *reinterpret_cast<const T*>(p);
   T x;
   memcpy(&x, p, sizeof(T));
   return x;
@@ -27,11 +26,7 @@ __device__ __forceinline__ T load_at(const uint8_t* p) {
 
 template <class T>
 __device__ __forceinline__ void store_at(uint8_t* p, T x) {
-  if (reinterpret_cast<uintptr_t>(p) % sizeof(T) == 0) {
-    *reinterpret_cast<T*>(p) = x;
-  } else {
-    memcpy(p, &x, sizeof(T));
-  }
+  memcpy(p, &x, sizeof(T));
 }
 
 /// The codes and scales of one part (K or V) of one record.
