@@ -66,10 +66,14 @@ def hadamard_transform(x: Tensor, *, scale: float | None = None) -> Tensor:
 
 
 def _std(x: Tensor, live: Tensor, dim: int) -> Tensor:
-    """Unbiased (n-1) standard deviation of the live entries along dim; 0 if fewer than two."""
-    count = live.sum(dim)
-    mean = (x * live).sum(dim) / count.clamp(min=1)
-    squares = ((x - mean.unsqueeze(dim)).square() * live).sum(dim)
+    """Unbiased (n-1) standard deviation of the live entries along dim; 0 if fewer than two.
+
+    Taken about the first live entry, so that it is exactly 0 for equal ones.
+    """
+    first = x.gather(dim, live.to(torch.uint8).argmax(dim, keepdim=True))
+    x, count = (x - first) * live, live.sum(dim)
+    mean = (x.sum(dim) / count.clamp(min=1)).unsqueeze(dim)
+    squares = ((x - mean) * live).square().sum(dim)
     return torch.where(count > 1, (squares / (count - 1).clamp(min=1)).sqrt(), 0.0)
 
 

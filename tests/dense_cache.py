@@ -182,6 +182,7 @@ class CheckedCache:
         assert len(set(staged)) == len(staged)
         assert sorted([*pool.free_blocks, *tile_of]) == list(range(cache.num_blocks))
         assert sorted([*pool.free_slots, *staged]) == list(range(cache.num_slots))
+        assert all(pool.slot[block] == -1 for block in pool.free_blocks)
         assert cache.block_slot.tolist() == pool.slot.tolist()
         lengths = [s.length for s in self.model.values()]
         if not sum(lengths):

@@ -18,6 +18,17 @@ from kvarn import Format, ops, reference
 
 POISON_BLOCK = 2**31 - 1
 
+#: Every head dimension, group and width of codes; every preset at the usual head dimensions. (K and
+#: V are read by code of their own, which sees the width of the other only as an offset.)
+FORMATS = [
+    Format(f"kvarn_k{k}v{v}_g{g}", head_dim=d)
+    for d in (64, 128, 256, 512)
+    for g in (64, 128)
+    for k in (2, 3, 4, 8)
+    for v in (2, 3, 4, 8)
+    if d <= 128 or (k, v) in ((2, 8), (3, 2), (4, 3), (8, 4))
+]
+
 
 @dataclass
 class Case:

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import paged_cases
 import pytest
 import torch
 import torch.nn.functional as F
-from paged_cases import Case, assert_close, attention64, expected, offsets, row_errors, visible
+from paged_cases import (
+    FORMATS,
+    Case,
+    assert_close,
+    attention64,
+    expected,
+    offsets,
+    row_errors,
+    visible,
+)
 from torch import Tensor
 
 from kvarn import Format, ops, reference
 
 K4V2 = Format("kvarn_k4v2_g128", head_dim=64)
-FORMATS = [
-    Format(f"kvarn_k{k}v{v}_g{g}", head_dim=d)
-    for d in (64, 128, 256, 512)
-    for g in (64, 128)
-    for k in (2, 3, 4, 8)
-    for v in (2, 3, 4, 8)
-]
 
 
 def decode(case: Case, q: Tensor, queries: list[int] | None = None, **options: Any) -> Any:
@@ -108,6 +110,20 @@ def test_staging_and_queries_of_any_two_dtypes(query: torch.dtype, staging: torc
     exact, exact_lse = expected(case, q, [3])
     assert row_errors(out, exact).max() < max(2e-5, torch.finfo(query).eps)
     assert (lse - exact_lse).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("bias", [10.0, 300.0])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_fault05_channel_biases(bits: int, bias: float) -> None:
+    # Zero points far beyond the codes: their part of a score must not drown the rest.
+    fmt = Format(f"kvarn_k{bits}v{bits}_g128", head_dim=64)
+    key, value = torch.randn(2, 4, 128, 1, 64).unbind()
+    key[..., :4] += bias
+    value[..., 7] += bias
+    cache = ops.quantize_tiles(key, value, fmt)
+    q, table, lens = torch.randn(1, 4, 64), torch.arange(4)[None], torch.tensor([500])
+    out, lse = ops.decode_attention(q, cache, table, lens, fmt, return_lse=True)
+    assert_close(out, lse, reference.decode_attention(q, cache, table, lens, fmt))
 
 
 @pytest.mark.parametrize("size", [1e4, -1e4, 1e5, -1e5])
@@ -421,35 +437,40 @@ def test_fault15_query_tokens_alternate_from_step_to_step() -> None:
     assert row_errors(torch.cat(parts), exact).max() < 2e-5
 
 
+class Prefill(NamedTuple):
+    case: Case
+    q: Tensor
+    exact: tuple[Tensor, Tensor]
+
+
+@pytest.fixture(scope="module")
+def prefill() -> Prefill:
+    case, q = Case(K4V2, [560], staged=(0, 1)), torch.randn(560, 2, 64)
+    return Prefill(case, q, expected(case, q, [560]))
+
+
 @pytest.mark.parametrize("chunk", [1, 64, 127, 128, 129, 512])
-def test_fault17_chunked_prefill(chunk: int) -> None:
+def test_fault17_chunked_prefill(prefill: Prefill, chunk: int) -> None:
     # The chunk's own tokens by plain attention, what is in the cache by gather and plain attention,
     # both merged; and all of it by decode_attention.
-    length, q_heads = 560, 2
-    case = Case(K4V2, [length], staged=(0, 1))
-    (key, value), slots = case.contents[0], case.block_slot
-    q = torch.randn(length, q_heads, 64)
-    exact, exact_lse = attention64(q, key, value, visible(length, length))
+    case, q, (exact, exact_lse) = prefill
+    key, value = case.contents[0]
+    length = len(key)
     starts = range(0, length, chunk) if chunk > 1 else range(length - 20, length)
-
-    def attend(rows: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        seen = visible(len(k), len(rows), causal)
-        out, lse = attention64(rows, k, v, seen)
-        return out.float(), lse.float()
-
     for start in starts:
         rows = q[start : start + chunk]
         end = start + len(rows)
-        own = attend(rows, key[start:end], value[start:end], True)
-        paged = case.paged | {"seq_lens": torch.tensor([start])}
-        past_key, past_value = ops.gather_kv(
-            **paged, cu_seq_lens=torch.tensor([0, start]), dtype=torch.float32
+        itself = visible(len(rows), len(rows))
+        own = attention64(rows, key[start:end], value[start:end], itself)
+        past = ops.gather_kv(
+            **case.paged | {"seq_lens": torch.tensor([start])},
+            cu_seq_lens=torch.tensor([0, start]),
         )
-        past = attend(rows, past_key, past_value, False)
-        merged = ops.merge_states(*own, *past)
+        before = attention64(rows, *past, torch.ones(len(rows), start, dtype=torch.bool))
+        merged = ops.merge_states(*(t.float() for t in own + before))
         whole = ops.decode_attention(
-            rows, case.cache, case.block_table, torch.tensor([end]), K4V2, staging=case.staging,
-            block_slot=slots, cu_query_lens=offsets([len(rows)]), return_lse=True,
+            rows, **case.paged | {"seq_lens": torch.tensor([end])},
+            cu_query_lens=offsets([len(rows)]), return_lse=True,
         )  # fmt: skip
         for result in (merged, whole):
             assert_close(*result, (exact[start:end], exact_lse[start:end]))
@@ -470,16 +491,15 @@ def test_fault20_two_formats_in_one_process() -> None:
 # Options
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [-1, 0, 1, 100, 128, 200, 1000])
-def test_window(causal: bool, window: int) -> None:
-    case = Case(K4V2, [520, 3, 129, 256], staged=(1,))
-    check(case, 2, [40, 3, 1, 2], causal=causal, window_left=window)
-
-
 @pytest.fixture(scope="module")
 def several() -> Case:
-    return Case(K4V2, [700, 3, 0, 260], kv_heads=2)
+    return Case(K4V2, [700, 3, 0, 260, 129], kv_heads=2, staged=(1,))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [-1, 0, 1, 100, 128, 200, 1000])
+def test_window(several: Case, causal: bool, window: int) -> None:
+    check(several, 2, [40, 3, 1, 2, 1], causal=causal, window_left=window)
 
 
 @pytest.mark.parametrize("cap", [0.0, 0.5, 30.0])
@@ -494,7 +514,7 @@ def test_options_together(
         options["sinks"] = torch.randn(6).to(sinks)
     if split is not None:
         options["split_tokens"] = split
-    check(several, 6, [20, 3, 1, 2], **options)
+    check(several, 6, [20, 3, 1, 2, 1], **options)
 
 
 def test_fault26_every_option_acts() -> None:

@@ -132,19 +132,19 @@ inline void closed_form(const Tile& tile, float* col_scale, FitScratch& scratch)
   }
 }
 
+/// Sinkhorn determines the column scales but for a factor, and rounds that balance equally well
+/// differ in it; weights and rounding must not depend on that. Divides by the geometric mean.
+inline void fix_factor(float* col_scale, int cols) {
+  float log_sum = 0;
+  for (int j = 0; j < cols; ++j) log_sum += __builtin_log2f(col_scale[j]);
+  const float inverse = __builtin_exp2f(-log_sum / static_cast<float>(cols));
+  for (int j = 0; j < cols; ++j) col_scale[j] *= inverse;
+}
+
 inline void limit_col_scale(float* col_scale, int cols) {
   for (int j = 0; j < cols; ++j) {
     col_scale[j] = col_scale[j] == 0 ? 1.f : clip(col_scale[j], 0x1p-12f, 0x1p14f);
   }
-}
-
-/// Sinkhorn's scales are determined up to a factor, and ties of the best round move it. Column
-/// weights and rounding to fp16 would depend on it.
-inline void divide_by_geometric_mean(float* col_scale, int cols) {
-  float log_sum = 0;
-  for (int j = 0; j < cols; ++j) log_sum += __builtin_log2f(col_scale[j]);
-  const float factor = __builtin_exp2f(-log_sum / static_cast<float>(cols));
-  for (int j = 0; j < cols; ++j) col_scale[j] *= factor;
 }
 
 /// Summed squares of every token.

@@ -132,7 +132,7 @@ inline TileFit& fit_tile(const Tile& tile, Fit fit, int iterations, float* col_s
   } else {
     if (iterations > 0) {
       sinkhorn_col_scale(tile, iterations, col_scale, scratch.fits, scratch.fit);
-      divide_by_geometric_mean(col_scale, tile.cols);
+      fix_factor(col_scale, tile.cols);
     } else {
       closed_form(tile, col_scale, scratch.fit);
     }

@@ -363,6 +363,9 @@ Status run(const DequantizeParams& p) {
   const int64_t records = p.tiles * p.heads;
   if (records == 0) return {};
   const size_t shared_bytes = kScratchBytes<kDim> + record_layout(p.format).bytes;
+  if (Status status = allow_shared_memory(dequantize_kernel<kDim>, shared_bytes); !status.ok()) {
+    return status;
+  }
   int resident = 0;
   if (Status status = resident_blocks(dequantize_kernel<kDim>, kThreads, shared_bytes, resident);
       !status.ok()) {

@@ -30,8 +30,15 @@ Status launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_by
   return error == cudaSuccess ? Status() : runtime_error("launch", error);
 }
 
-/// How many blocks of `kernel` the current device runs at once; allows the kernel its shared
-/// memory.
+/// Lets blocks of `kernel` have more shared memory than the 48 KB that every kernel may have.
+template <class... Params>
+Status allow_shared_memory(void (*kernel)(Params...), size_t bytes) {
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  return error == cudaSuccess ? Status() : runtime_error("raising the shared memory limit", error);
+}
+
+/// How many blocks of `kernel` the current device runs at once.
 template <class... Params>
 Status resident_blocks(void (*kernel)(Params...), int threads, size_t shared_bytes, int& blocks) {
   int device = 0;
@@ -40,10 +47,6 @@ Status resident_blocks(void (*kernel)(Params...), int threads, size_t shared_byt
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  }
-  if (error == cudaSuccess) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(shared_bytes));
   }
   if (error == cudaSuccess) {
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, threads,

@@ -35,6 +35,16 @@ __device__ __forceinline__ T from_float(float x) {
   }
 }
 
+/// a / b and sqrt(x) within 2 ulp, without the branches for denormal and huge numbers of the exact
+/// ones; |b| < 2^126.
+__device__ __forceinline__ float divide(float a, float b) { return __fdividef(a, b); }
+
+__device__ __forceinline__ float square_root(float x) {
+  float y;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 /// For bytes that a kernel uses once: pieces of 16 bytes are not kept in L1.
 template <class T, int N>
 __device__ __forceinline__ Vector<T, N> load_once(const T* p) {

@@ -154,12 +154,12 @@ def memory(path: Path, configurations: Sequence[Configuration], budget: int, lab
         left, right = figure.subplots(1, 2, sharey=True)
         left.bar_label(
             left.barh(names, token, color=colors),
-            [f"{x:,.0f}  ({token[0] / x:.2f}x smaller)" for x in token],
+            [f"{token[0]:,.0f}", *(f"{x:,.0f}  ({token[0] / x:.2f}x smaller)" for x in token[1:])],
             padding=4,
         )
         right.bar_label(
             right.barh(names, longest, color=colors),
-            [f"{x:,}  ({x / longest[0]:.2f}x)" for x in longest],
+            [f"{longest[0]:,}", *(f"{x:,}  ({x / longest[0]:.2f}x)" for x in longest[1:])],
             padding=4,
         )
         left.set(title="bytes per token", xlim=(0, 1.45 * max(token)), xticks=[])

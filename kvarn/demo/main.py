@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
+from rich.padding import Padding
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -22,6 +23,7 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.text import Text
 
 from kvarn import _backends
 from kvarn._terminal import Table, binary_bytes
@@ -78,9 +80,7 @@ def run(
             loading, advance=1, description=f"Loading {loaded.name} ({_describe(loaded)})"
         )
         exact, rows = _choose(loaded, formats, quick)
-        ids = loaded.encode(words, tokens)
-        if len(ids) < tokens:
-            raise ValueError(f"kvarn demo: text must have {tokens} tokens, got {len(ids)}")
+        (ids,) = loaded.segments(words, tokens)
 
         work = tokens * (1 + len(rows))
         reading = progress.add_task(
@@ -218,8 +218,9 @@ def _summary(
         ],
         caption="KL: of the next-token distribution from that with the 16-bit cache (nats). Top-1: "
         "how often both\nfind the same token likeliest. Both, and the perplexity of the text, from "
-        f"token {_WARM_UP} on.\nTokens/s: greedy decoding of one sequence. Naive rounding is "
-        "simulated; it too keeps the first block in 16 bits.",
+        f"token {_WARM_UP} on.\nTokens/s: greedy decoding of one sequence. As in the paper: fit "
+        "minmax, no recent block in 16 bits.\nNaive rounding is simulated; it too keeps the first "
+        "block in 16 bits.",
     )  # fmt: skip
 
 
@@ -247,8 +248,8 @@ def _print_samples(
 ) -> None:
     console.print("What the model answers about the beginning of the text", style="bold")
     for row, sample in zip(rows, samples, strict=True):
-        console.print(f"{row.name}:", style="cyan", highlight=False)
-        console.print(f"  {sample.text.strip()!r}", highlight=False, markup=False)
+        console.print(row.name, style="cyan", highlight=False)
+        console.print(Padding(Text(" ".join(sample.text.split())), (0, 0, 0, 4)))
     console.print()
 
 

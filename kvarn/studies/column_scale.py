@@ -199,8 +199,7 @@ def on_model() -> Iterator[str]:
         if text is None:
             yield f"{source}: this text is not installed"
             continue
-        tokens = loaded.encode(text, SEGMENTS * SEGMENT_TOKENS)
-        for number, segment in enumerate(tokens.split(SEGMENT_TOKENS)):
+        for number, segment in enumerate(loaded.segments(text, SEGMENT_TOKENS, SEGMENTS)):
             names = {str(key): run for key, run in runs.items()}
             _, traces = teacher_forced(loaded.model, segment, run(None), names)
             for fmt in formats:

@@ -93,8 +93,7 @@ def main(argv: list[str] | None = None) -> None:
         if text is None:
             print("The Vim manual is not installed (Debian package vim-runtime): left out.")
             continue
-        ids = loaded.encode(text, args.tokens * args.segments)
-        for segment, tokens in enumerate(ids.split(args.tokens)):
+        for segment, tokens in enumerate(loaded.segments(text, args.tokens, args.segments)):
             print(f"{text_name}, segment {segment} of {args.tokens} tokens", flush=True)
             _, found = teacher_forced(loaded.model, tokens, exact, runs, tile=_GROUP)
             where.append(f"{text_name} {segment}")

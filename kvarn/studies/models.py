@@ -41,10 +41,24 @@ class LoadedModel:
         head_dim = getattr(config, "head_dim", None)
         return int(head_dim or config.hidden_size // config.num_attention_heads)
 
-    def encode(self, text: str, max_tokens: int | None = None) -> torch.Tensor:
+    def encode(self, text: str) -> torch.Tensor:
         """Token ids int64 [tokens] of a text, without special tokens."""
-        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return torch.tensor(ids[:max_tokens])
+        return torch.tensor(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+    def segments(self, text: str, tokens: int, count: int = 1) -> list[torch.Tensor]:
+        """The beginning of a text, cut into ``count`` pieces int64 [tokens]; each starts with the
+        model's begin-of-text token, if it has one.
+
+        Raises:
+            ValueError: the text is shorter than that.
+        """
+        begin = self.tokenizer.bos_token_id
+        head = torch.tensor([] if begin is None else [begin], dtype=torch.int64)
+        size = tokens - len(head)
+        ids = self.encode(text)
+        if len(ids) < count * size:
+            raise ValueError(f"text must have {count * size} tokens, got {len(ids)}")
+        return [torch.cat([head, ids[i * size : (i + 1) * size]]) for i in range(count)]
 
 
 def find_default_model() -> Path | None:

@@ -9,10 +9,11 @@ _VIM_ROOT = Path("/usr/share/vim")
 
 
 def python_reference() -> str:
-    """Python's language reference as ``help()`` shows it: all topics in alphabetical order."""
+    """Python's language reference, as ``help()`` shows it: the chapters on data and execution model
+    (about 27,000 tokens)."""
     from pydoc_data.topics import topics
 
-    return "\n".join(topics[name] for name in sorted(topics))
+    return "\n".join(topics[name] for name in ("objects", "types", "specialnames", "execmodel"))
 
 
 def vim_manual() -> str | None:

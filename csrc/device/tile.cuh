@@ -1,0 +1,199 @@
+// A tile in the registers of a thread block: who holds which element, and sums along both ways.
+//
+// A warp holds a strip of 16 rows and kWarpCols columns. Lane (r, t) = (lane / 4, lane % 4) has of
+// the strip's rows r and r + 8, and in each group of 16 columns the four neighbours 4t .. 4t + 3.
+// That is the accumulator of mma.m16n8k16 whose column n of the n-tiles 2g, 2g + 1 stands for
+// column 16g + 4 * (n / 2) + n % 2, + 2 of the tile.
+//
+// Along a row: within the lane, then two shuffles over t (and shared memory where several warps
+// share a strip). Along a column: over the two rows of the lane, then through shared memory, where
+// each column has kColThreads neighbouring threads of its own, its column threads.
+#pragma once
+
+#include <cstdint>
+
+#include "kvarn/layout.h"
+
+namespace kvarn::device {
+
+template <int kHeadDim, int kGroupTokens, bool kKeyTile>
+struct TileShape {
+  static constexpr bool kKey = kKeyTile;  ///< rows: channels of K, or tokens of V
+  static constexpr int kDim = kHeadDim;
+  static constexpr int kTokens = kGroupTokens;
+  static constexpr int kRows = kKey ? kDim : kTokens;
+  static constexpr int kCols = kKey ? kTokens : kDim;
+  static constexpr int kStripRows = 16;
+  static constexpr int kWarpCols = kTokens == 128 && kDim >= 128 ? 128 : 64;
+  static constexpr int kSplit = kCols / kWarpCols;  ///< warps that share a strip
+  static constexpr int kWarps = kRows / kStripRows * kSplit;
+  static constexpr int kThreads = kWarps * kWarpLanes;
+  static constexpr int kGroups = kWarpCols / 16;  ///< of 16 columns, of a warp
+  static constexpr int kElements = kGroups * 8;   ///< of a thread
+  static constexpr int kColThreads = kThreads / kCols;
+  static constexpr int kSlots = kRows / 2;   ///< partial sums of a column
+  static constexpr int kPitch = kCols + 16;  ///< floats from slot to slot: no bank conflicts
+  static constexpr int kPartialFloats = kSlots * kPitch;
+  static constexpr int kCodePitch = kCols + 16;  ///< bytes from row to row of codes
+};
+
+/// Element (row 0 or 1, column 0..3 of group g) of a thread.
+constexpr KVARN_HD int tile_element(int g, int row, int column) {
+  return 8 * g + 4 * (column / 2) + 2 * row + column % 2;
+}
+
+/// A thread's place in the tile, and shared memory for its sums.
+template <class Shape>
+struct TileThread {
+  int row;         ///< the first of the thread's two; the other is row + 8
+  int col;         ///< of group 0; the others are 16 further each
+  int own_col;     ///< whose column thread this is
+  float* partial;  ///< [2][kPartialFloats]
+  float* scratch;  ///< [4 * max(kWarps, kSplit * kRows)]
+
+  __device__ __forceinline__ TileThread(float* partial_sums, float* scratch_floats)
+      : partial(partial_sums), scratch(scratch_floats) {
+    row = strip() * Shape::kStripRows + lane() / 4;
+    col = first_col() + lane() % 4 * 4;
+    own_col = threadIdx.x / Shape::kColThreads;
+  }
+
+  __device__ __forceinline__ int lane() const { return threadIdx.x % kWarpLanes; }
+  __device__ __forceinline__ int warp() const { return threadIdx.x / kWarpLanes; }
+  __device__ __forceinline__ int strip() const { return warp() / Shape::kSplit; }
+  __device__ __forceinline__ int first_col() const {
+    return warp() % Shape::kSplit * Shape::kWarpCols;
+  }
+  /// One thread for each column, one for each row.
+  __device__ __forceinline__ bool first_of_col() const {
+    return threadIdx.x % Shape::kColThreads == 0;
+  }
+  __device__ __forceinline__ bool first_of_row() const { return col == 0; }
+
+  /// The numbers of the thread's columns in group g.
+  __device__ __forceinline__ float4 columns(const float* values, int g) const {
+    return *reinterpret_cast<const float4*>(values + col + 16 * g);
+  }
+};
+
+struct Sum {
+  static constexpr float kNeutral = 0.f;
+  __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
+};
+struct Min {
+  static constexpr float kNeutral = 3.402823466e38f;
+  __device__ __forceinline__ float operator()(float a, float b) const { return fminf(a, b); }
+};
+struct Max {
+  static constexpr float kNeutral = -3.402823466e38f;
+  __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+
+/// Combines values[i][row] over all threads of the row. All threads of the block take part.
+template <class Op, class Shape, int N>
+__device__ __forceinline__ void reduce_rows(const TileThread<Shape>& at, float (&values)[N][2]) {
+  const Op op;
+#pragma unroll
+  for (int distance = 1; distance < 4; distance *= 2) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        values[i][row] = op(values[i][row], __shfl_xor_sync(0xffffffffu, values[i][row], distance));
+      }
+    }
+  }
+  if constexpr (Shape::kSplit > 1) {
+    static_assert(N <= 4);
+    const int split = at.warp() % Shape::kSplit;
+    __syncthreads();
+    if (at.lane() % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          at.scratch[(i * Shape::kSplit + split) * Shape::kRows + at.row + 8 * row] =
+              values[i][row];
+        }
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        float all = Op::kNeutral;
+#pragma unroll
+        for (int s = 0; s < Shape::kSplit; ++s) {
+          all = op(all, at.scratch[(i * Shape::kSplit + s) * Shape::kRows + at.row + 8 * row]);
+        }
+        values[i][row] = all;
+      }
+    }
+  }
+}
+
+/// Writes what the thread's rows add to the columns of group g.
+template <class Shape>
+__device__ __forceinline__ void put_partial(const TileThread<Shape>& at, int quantity, int g,
+                                            float4 values) {
+  const int slot = at.strip() * 8 + at.lane() / 4;
+  *reinterpret_cast<float4*>(at.partial + quantity * Shape::kPartialFloats + slot * Shape::kPitch +
+                             at.col + 16 * g) = values;
+}
+
+/// Column threads: the sum of their column (after a barrier that follows put_partial).
+template <class Shape>
+__device__ __forceinline__ float column_sum(const TileThread<Shape>& at, int quantity) {
+  const float* const column = at.partial + quantity * Shape::kPartialFloats + at.own_col;
+  constexpr int kCount = Shape::kSlots / Shape::kColThreads;
+  static_assert(kCount % 4 == 0);
+  float sums[4] = {};
+#pragma unroll 2
+  for (int i = 0; i < kCount; i += 4) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int slot = (i + k) * Shape::kColThreads + threadIdx.x % Shape::kColThreads;
+      sums[k] += column[slot * Shape::kPitch];
+    }
+  }
+  float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+#pragma unroll
+  for (int distance = 1; distance < Shape::kColThreads; distance *= 2) {
+    sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+  }
+  return sum;
+}
+
+/// Combines values[i] over all threads of the block.
+template <class Op, class Shape, int N>
+__device__ __forceinline__ void reduce_block(const TileThread<Shape>& at, float (&values)[N]) {
+  static_assert(N <= 4);
+  const Op op;
+#pragma unroll
+  for (int distance = 1; distance < kWarpLanes; distance *= 2) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      values[i] = op(values[i], __shfl_xor_sync(0xffffffffu, values[i], distance));
+    }
+  }
+  __syncthreads();
+  if (at.lane() < N) {
+    float mine = values[0];
+#pragma unroll
+    for (int i = 1; i < N; ++i) mine = at.lane() == i ? values[i] : mine;
+    at.scratch[at.lane() * Shape::kWarps + at.warp()] = mine;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    float all = at.scratch[i * Shape::kWarps + at.lane() % Shape::kWarps];
+#pragma unroll
+    for (int distance = 1; distance < Shape::kWarps; distance *= 2) {
+      all = op(all, __shfl_xor_sync(0xffffffffu, all, distance));
+    }
+    values[i] = all;
+  }
+}
+
+}  // namespace kvarn::device
