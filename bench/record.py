@@ -32,12 +32,12 @@ def machine(device: torch.device) -> dict[str, Any]:
             "cuda": torch.version.cuda,
         }
     else:
-        from kvarn import _load
+        from kvarn import _host
 
         facts |= {
             "cpu": _cpu_name(),
             "threads": torch.get_num_threads(),
-            "isa": _load.cpu_isa(),
+            "isa": _host.cpu_isa(),
         }
     return facts
 

@@ -315,7 +315,6 @@ class BlockPool:
 
     def _pin(self, block: int) -> None:
         self._set(self.pins, block, self.pins[block] + 1)
-        self._set_sealable(block, False)
 
     def _unpin(self, block: int) -> None:
         self._set(self.pins, block, self.pins[block] - 1)

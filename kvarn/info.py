@@ -51,7 +51,7 @@ def facts() -> dict[str, str]:
         "system": f"{platform.system()} {platform.machine()}",
         "compiler": build["compiler"],
         "CPU": f"{_cpu_name()}, {torch.get_num_threads()} threads, "
-        f"{torch.backends.cpu.get_cpu_capability()}",
+        f"{_host.cpu_isa()} kernels",
         "CUDA library": _cuda_library(build),
     }
     for device in devices()[1:]:

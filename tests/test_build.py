@@ -76,6 +76,8 @@ def test_source_list_is_complete():
         for line in (ROOT / "cmake/sources.txt").read_text().splitlines()
         if not line.startswith("#")
     ]
+    shared = [["host", "csrc/cpu/isa.cpp"]]  # tells which instruction set this machine has
+    rows = [row for row in rows if row not in shared]
     listed = [path for _, path in rows]
     found = [str(p.relative_to(ROOT)) for p in CSRC.rglob("*") if p.suffix in {".cpp", ".cu"}]
     assert sorted(listed) == sorted(found)

@@ -98,10 +98,12 @@ class CacheMachine(RuleBasedStateMachine):
         child = self.checked.fork(seq)
         self.checked.step([(seq, 1), (child, 1)])
 
-    @rule(data=st.data(), removed=NUM_TOKENS)
-    def truncate(self, data, removed):
+    @rule(data=st.data(), fraction=FRACTIONS, regrown=NUM_TOKENS)
+    def truncate(self, data, fraction, regrown):
         seq = self.pick(data)
-        self.checked.truncate(seq, max(0, self.checked.model[seq].length - removed))
+        self.checked.truncate(seq, round(self.checked.model[seq].length * fraction))
+        self.checked.check()
+        self.checked.step([(seq, regrown)])
 
     @precondition(lambda self: len(self.checked.model) > 3)
     @rule(data=st.data())
@@ -138,8 +140,8 @@ class CacheMachine(RuleBasedStateMachine):
 
 TestCache = CacheMachine.TestCase
 TestCache.settings = settings(
-    max_examples=70,
-    stateful_step_count=20,
+    max_examples=60,
+    stateful_step_count=30,
     deadline=None,
     derandomize=True,
     database=None,

@@ -60,11 +60,10 @@ def test_codes_of_the_reference(fit: str, bits: int, group: int, head_dim: int) 
     # .03 % of many, and most with 8 bits, where ties are close.
     assert differing(got.key_codes, want.key_codes) < 4e-3
     assert differing(got.value_codes, want.value_codes) < 4e-3
-    for rotated in (False, True):
-        exact = reference.dequantize(want, fmt, rotated=rotated)
-        approx = ops.dequantize_tiles(records, fmt, dtype=torch.float32, rotated=rotated)
-        assert relative_error(approx[0], exact[0]) < 5e-3
-        assert relative_error(approx[1], exact[1]) < 5e-3
+    exact = reference.dequantize(want, fmt)
+    approx = ops.dequantize_tiles(records, fmt, dtype=torch.float32)
+    assert relative_error(approx[0], exact[0]) < 0.03
+    assert relative_error(approx[1], exact[1]) < 0.03
 
 
 @pytest.mark.parametrize(("fit", "iterations"), [("unbiased", 0), ("unbiased", 4), ("minmax", 8)])
@@ -73,13 +72,14 @@ def test_few_codes_differ_over_many_tiles(
     bits: tuple[int, int], fit: str, iterations: int
 ) -> None:
     fmt = named(bits, 64, 128)
-    key, value = uneven(fmt, tiles=16)
-    want = reference.quantize(key, value, fmt, fit=fit, iterations=iterations)
-    got = ops.unpack_records(
-        ops.quantize_tiles(key, value, fmt, fit=fit, iterations=iterations), fmt
-    )
-    assert differing(got.key_codes, want.key_codes) < 3e-4
-    assert differing(got.value_codes, want.value_codes) < 3e-4
+    key, value = uneven(fmt, tiles=12)
+    want = reference.quantize(key, value, fmt, fit=fit, iterations=iterations, dtype=torch.float64)
+    got = by_ops(key, value, fmt, fit, iterations)
+    assert differing(got.canonical.key_codes, want.key_codes) < 3e-4
+    assert differing(got.canonical.value_codes, want.value_codes) < 3e-4
+    exact = reference.dequantize(want, fmt)
+    assert relative_error(got.key, exact[0]) < 5e-3
+    assert relative_error(got.value, exact[1]) < 5e-3
 
 
 @pytest.mark.parametrize("fit", FITS)

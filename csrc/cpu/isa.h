@@ -1,9 +1,9 @@
 // Which instruction set the CPU kernels run on.
 //
 // A kernel family keeps its code in one header (encode_kernels.h, attention_kernels.h) inside
-// namespace kvarn::cpu::KVARN_ISA, and has one short .cpp per instruction set that includes it after
-// the matching `#pragma GCC target`. Each defines a table of function pointers; the entry points of
-// ops.h pick the table by current_isa(). Intrinsics stand behind KVARN_ISA_AVX2 and
+// namespace kvarn::cpu::KVARN_ISA, and has one short .cpp per instruction set that includes it
+// after the matching `#pragma GCC target`. Each defines a table of function pointers; the entry
+// points of ops.h pick the table by current_isa(). Intrinsics stand behind KVARN_ISA_AVX2 and
 // KVARN_ISA_AVX512, which the .cpp files define: after the pragma, g++ does not define __AVX2__.
 #pragma once
 

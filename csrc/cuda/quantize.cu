@@ -52,7 +52,7 @@ struct Shared {
   static constexpr int kUnionBytes = 2 * Shape::kPartialFloats * static_cast<int>(sizeof(float));
   static_assert(kUnionBytes >= 2 * Shape::kTokens * Shape::kDim);
   static_assert(kUnionBytes >= Shape::kRows * Shape::kCodePitch);
-  static constexpr int kFloats = 6 * Shape::kCols + 4 + 2 * Shape::kTokens + kScratch;
+  static constexpr int kFloats = 6 * Shape::kCols + 8 + 2 * Shape::kTokens + kScratch;
   static constexpr int kBytes = kUnionBytes + kFloats * static_cast<int>(sizeof(float));
 };
 
@@ -118,14 +118,14 @@ __device__ __forceinline__ PartFields fields_of(const Jobs& jobs, const Job& job
   }
 }
 
-/// energy: the summed squares of each token, live: 1 or 0. A token is dead if it has NaN or
-/// infinity or nothing but zeros: its sum tells. Dead ones become 0 in x.
+/// energy: the summed squares of each token; tokens: as in device::Live. A token is dead if it has
+/// NaN or infinity or nothing but zeros: its sum tells. Dead ones become 0 in x.
 template <class Shape>
-__device__ __forceinline__ device::Live find_live(const device::TileThread<Shape>& at,
-                                                  float (&x)[Shape::kElements], float* energy,
-                                                  float* tokens) {
+__device__ __forceinline__ void find_live(const device::TileThread<Shape>& at,
+                                          float (&x)[Shape::kElements], float* energy,
+                                          float* tokens) {
   const auto alive = [](float sum) { return sum > 0.f && sum < __int_as_float(0x7f800000); };
-  device::Live live = {true, 0, 0, tokens};
+  int count = 0;
   float first = device::Min::kNeutral;
   if constexpr (Shape::kKey) {
 #pragma unroll
@@ -142,11 +142,11 @@ __device__ __forceinline__ device::Live find_live(const device::TileThread<Shape
     __syncthreads();
     const float sum = device::column_sum(at, 0);
     if (at.first_of_col()) {
-      energy[at.own_col] = sum;
-      tokens[at.own_col] = alive(sum) ? 1.f : 0.f;
+      energy[at.own_col()] = sum;
+      tokens[at.own_col()] = alive(sum) ? 1.f : 0.f;
     }
-    if (alive(sum)) first = static_cast<float>(at.own_col);
-    live.count = __syncthreads_count(alive(sum) && at.first_of_col());
+    if (alive(sum)) first = static_cast<float>(at.own_col());
+    count = __syncthreads_count(alive(sum) && at.first_of_col());
   } else {
     float sums[1][2] = {};
 #pragma unroll
@@ -162,14 +162,21 @@ __device__ __forceinline__ device::Live find_live(const device::TileThread<Shape
         tokens[at.row + 8 * row] = alive(sum) ? 1.f : 0.f;
       }
       if (alive(sum)) first = static_cast<float>(at.row + 8 * row);
-      live.count += __syncthreads_count(alive(sum) && at.first_of_row());
+      count += __syncthreads_count(alive(sum) && at.first_of_row());
     }
   }
-  live.all = live.count == Shape::kTokens;
-  if (live.all) return live;
-  float firsts[1] = {first};
-  device::reduce_block<device::Min>(at, firsts);
-  if (live.count > 0) live.first = static_cast<int>(firsts[0]);
+  float firsts[1] = {0.f};
+  if (count < Shape::kTokens) {
+    firsts[0] = first;
+    device::reduce_block<device::Min>(at, firsts);
+    if (count == 0) firsts[0] = 0.f;
+  }
+  if (threadIdx.x == 0) {
+    tokens[Shape::kTokens] = static_cast<float>(count);
+    tokens[Shape::kTokens + 1] = firsts[0];
+  }
+  __syncthreads();
+  if (count == Shape::kTokens) return;
 #pragma unroll
   for (int g = 0; g < Shape::kGroups; ++g) {
     float keep[4];
@@ -183,7 +190,6 @@ __device__ __forceinline__ device::Live find_live(const device::TileThread<Shape
       }
     }
   }
-  return live;
 }
 
 /// What stands for the scale of a token: of a dead one 0, or NaN if it has NaN or infinity.
@@ -200,7 +206,7 @@ __device__ __forceinline__ void quantize_part(const Jobs& jobs, uint8_t* shared)
   float* const sinkhorn = arrays + 4 * Shape::kCols;
   float* const energy = arrays + 6 * Shape::kCols + 4;
   float* const tokens = energy + Shape::kTokens;
-  const device::TileThread<Shape> at(reinterpret_cast<float*>(shared), tokens + Shape::kTokens);
+  const device::TileThread<Shape> at(reinterpret_cast<float*>(shared), tokens + Shape::kTokens + 4);
   const int bits = Shape::kKey ? jobs.format.key_bits : jobs.format.value_bits;
   const float levels = static_cast<float>((1 << bits) - 1);
 
@@ -211,8 +217,8 @@ __device__ __forceinline__ void quantize_part(const Jobs& jobs, uint8_t* shared)
     device::load_rotated(at, tokens_of<Shape>(jobs, job), reinterpret_cast<uint4*>(shared), x);
     __syncthreads();
   }
-  const device::Live live = find_live(at, x, energy, tokens);
-  const bool own_live = !Shape::kKey || tokens[at.own_col] != 0.f;
+  find_live(at, x, energy, tokens);
+  const device::Live live = {tokens};
 
   float col_scale;
   if (jobs.fit == Fit::kMinMax || jobs.iterations > 0) {
@@ -244,20 +250,23 @@ __device__ __forceinline__ void quantize_part(const Jobs& jobs, uint8_t* shared)
       }
     }
   } else {
+    const bool own_live = !Shape::kKey || tokens[at.own_col()] != 0.f;
     if (jobs.iterations > 0) {
       // Sinkhorn's scales are determined up to a factor; weights and rounding depend on it.
       float log_sum[1] = {at.first_of_col() && own_live ? log2f(col_scale) : 0.f};
       device::reduce_block<device::Sum>(at, log_sum);
-      const int counted = Shape::kKey ? live.count : Shape::kCols;
+      const int counted = Shape::kKey ? live.count<Shape>() : Shape::kCols;
       if (own_live) col_scale *= exp2f(-device::divide(log_sum[0], static_cast<float>(counted)));
     }
     col_scale = device::half_rounded(device::limited_col_scale(col_scale));
     if (!own_live) col_scale = 1.f;
-    col_scale = device::unbiased_codes(at, x, live, col_scale, bits, columns, rows);
+    device::unbiased_codes(at, x, live, col_scale, bits, columns, rows);
   }
   device::raise_scales(at, x, bits, columns, rows);
 
   // A power of two moves from one side's scales to the other's, so that both are in range.
+  const bool own_live = !Shape::kKey || tokens[at.own_col()] != 0.f;
+  col_scale = columns.scale[at.own_col()];
   float most[2] = {fmaxf(rows.scale[0], rows.scale[1]), own_live ? col_scale : 0.f};
   device::reduce_block<device::Max>(at, most);  // its barriers also serve the codes
   float factor = 1.f;
@@ -268,8 +277,8 @@ __device__ __forceinline__ void quantize_part(const Jobs& jobs, uint8_t* shared)
   const bool aligned = reinterpret_cast<uintptr_t>(out.codes) % 16 == 0;
   if (at.first_of_col()) {
     float scale = clip(col_scale * factor, -device::kMaxHalf, device::kMaxHalf);
-    if (Shape::kKey) scale = token_scale(scale, energy[at.own_col], tokens[at.own_col]);
-    store_half(out.col_scale + 2 * at.own_col, scale, aligned);
+    if (Shape::kKey) scale = token_scale(scale, energy[at.own_col()], tokens[at.own_col()]);
+    store_half(out.col_scale + 2 * at.own_col(), scale, aligned);
   }
   if (at.first_of_row()) {
 #pragma unroll
@@ -288,11 +297,11 @@ __device__ __forceinline__ void quantize_part(const Jobs& jobs, uint8_t* shared)
       store_half(out.zero_point + 2 * index, zero_point, aligned);
     }
   }
-  if (Shape::kKey && !live.all) {
+  if (Shape::kKey && !live.all<Shape>()) {
     if (!own_live) {
       for (int row = threadIdx.x % Shape::kColThreads; row < Shape::kRows;
            row += Shape::kColThreads) {
-        columns.codes[row * Shape::kCodePitch + at.own_col] = 0;
+        columns.codes[row * Shape::kCodePitch + at.own_col()] = 0;
       }
     }
     __syncthreads();

@@ -71,8 +71,8 @@ __device__ __forceinline__ void put_codes(const TileThread<Shape>& at, uint8_t* 
 template <class Shape>
 __device__ __forceinline__ float token_rms(const TileThread<Shape>& at, const Live& live,
                                            const float* energy) {
-  const bool counted = live.tokens[at.own_col] != 0.f;
-  const float rms = square_root(energy[at.own_col] * (1.f / Shape::kDim));
+  const bool counted = live.tokens[at.own_col()] != 0.f;
+  const float rms = square_root(energy[at.own_col()] * (1.f / Shape::kDim));
   float sums[2] = {counted && at.first_of_col() ? log2f(rms) : 0.f,
                    counted && at.first_of_col() ? 1.f : 0.f};
   reduce_block<Sum>(at, sums);
@@ -160,19 +160,20 @@ __device__ __forceinline__ float minmax_codes(const TileThread<Shape>& at,
                                               const float (&x)[Shape::kElements], const Live& live,
                                               const ColumnArrays<Shape>& columns, float levels,
                                               const float* energy, RowFit& fit) {
+  const bool all = live.all<Shape>();
   float ends[2][2] = {{Min::kNeutral, Min::kNeutral}, {Min::kNeutral, Min::kNeutral}};
 #pragma unroll
   for (int g = 0; g < Shape::kGroups; ++g) {
     float inverse[4];
     float mask[4] = {1.f, 1.f, 1.f, 1.f};
     unpack(at.columns(columns.inverse, g), inverse);
-    if (Shape::kKey && !live.all) unpack(at.columns(live.tokens, g), mask);
+    if (Shape::kKey && !all) unpack(at.columns(live.tokens, g), mask);
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
         const float y = x[tile_element(g, row, c)] * inverse[c];
-        if (Shape::kKey && !live.all && mask[c] == 0.f) continue;
+        if (Shape::kKey && !all && mask[c] == 0.f) continue;
         ends[0][row] = fminf(ends[0][row], y);
         ends[1][row] = fminf(ends[1][row], -y);
       }
@@ -182,7 +183,7 @@ __device__ __forceinline__ float minmax_codes(const TileThread<Shape>& at,
   float per_level[2];
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
-    if (live.count == 0) ends[0][row] = ends[1][row] = 0.f;
+    if (live.count<Shape>() == 0) ends[0][row] = ends[1][row] = 0.f;
     const float range = -ends[1][row] - ends[0][row];
     fit.offset[row] = ends[0][row];
     fit.scale[row] = divide(range, levels);
@@ -227,8 +228,8 @@ __device__ __forceinline__ float minmax_codes(const TileThread<Shape>& at,
   if constexpr (Shape::kKey) {
     __syncthreads();
     const float error = column_sum(at, 0);
-    if (at.first_of_col() && live.tokens[at.own_col] != 0.f)
-      loss[0] = divide(error, energy[at.own_col]);
+    if (at.first_of_col() && live.tokens[at.own_col()] != 0.f)
+      loss[0] = divide(error, energy[at.own_col()]);
   } else {
     reduce_rows<Sum>(at, row_errors);
 #pragma unroll
@@ -249,8 +250,8 @@ __device__ __forceinline__ void put_col_scale(const TileThread<Shape>& at, float
                                               const ColumnArrays<Shape>& columns) {
   __syncthreads();
   if (at.first_of_col()) {
-    columns.scale[at.own_col] = scale;
-    columns.inverse[at.own_col] = divide(1.f, scale);
+    columns.scale[at.own_col()] = scale;
+    columns.inverse[at.own_col()] = divide(1.f, scale);
   }
   __syncthreads();
 }
@@ -294,14 +295,14 @@ __device__ __forceinline__ float start_range(int bits, int row_length) {
 template <class Shape>
 __device__ __forceinline__ void put_weights(const TileThread<Shape>& at, const Live& live,
                                             float scale, const ColumnArrays<Shape>& columns) {
-  const bool counted = !Shape::kKey || live.tokens[at.own_col] != 0.f;
+  const bool counted = !Shape::kKey || live.tokens[at.own_col()] != 0.f;
   const float weight = counted ? fminf(scale * scale, 16.f) : 0.f;
   float sum[1] = {at.first_of_col() ? weight : 0.f};
   reduce_block<Sum>(at, sum);
   if (at.first_of_col()) {
-    columns.scale[at.own_col] = scale;
-    columns.inverse[at.own_col] = divide(1.f, scale);
-    columns.weight[at.own_col] = sum[0] > 0.f ? divide(weight, sum[0]) : 0.f;
+    columns.scale[at.own_col()] = scale;
+    columns.inverse[at.own_col()] = divide(1.f, scale);
+    columns.weight[at.own_col()] = sum[0] > 0.f ? divide(weight, sum[0]) : 0.f;
   }
   __syncthreads();
 }
@@ -319,6 +320,7 @@ __device__ __forceinline__ void centre(const TileThread<Shape>& at, float (&x)[S
                                        const Live& live, const float* weight,
                                        const float (&mean)[2], RowMoments& moments,
                                        float (&ends)[2][2]) {
+  const bool all = live.all<Shape>();
   float sums[2][2] = {};
 #pragma unroll
   for (int i = 0; i < 2; ++i) ends[i][0] = ends[i][1] = Min::kNeutral;
@@ -332,7 +334,7 @@ __device__ __forceinline__ void centre(const TileThread<Shape>& at, float (&x)[S
       for (int row = 0; row < 2; ++row) {
         float d = x[tile_element(g, row, c)] - mean[row];
         // A dead token sits at the mean, where it changes no end of the row.
-        if (Shape::kKey && !live.all && w[c] == 0.f) d = 0.f;
+        if (Shape::kKey && !all && w[c] == 0.f) d = 0.f;
         x[tile_element(g, row, c)] = d;
         const float weighted = w[c] * d;
         sums[0][row] += weighted;
@@ -446,10 +448,10 @@ __device__ __forceinline__ void restore_gain(const CodeMoments& m, const RowMome
 /// On entry the column threads bring the column scale, fp16 already; on return they have the
 /// refitted one, codes are in columns.codes, and x is x / col_scale less fit.mean.
 template <class Shape>
-__device__ __forceinline__ float unbiased_codes(const TileThread<Shape>& at,
-                                                float (&x)[Shape::kElements], const Live& live,
-                                                float col_scale, int bits,
-                                                const ColumnArrays<Shape>& columns, RowFit& fit) {
+__device__ __forceinline__ void unbiased_codes(const TileThread<Shape>& at,
+                                               float (&x)[Shape::kElements], const Live& live,
+                                               float col_scale, int bits,
+                                               const ColumnArrays<Shape>& columns, RowFit& fit) {
   const float levels = static_cast<float>((1 << bits) - 1);
   const float per_level = divide(1.f, levels);
   RowMoments moments;
@@ -484,14 +486,14 @@ __device__ __forceinline__ float unbiased_codes(const TileThread<Shape>& at,
     scale[row] = range * (-ends[1][row] - ends[0][row]) * per_level;
     offset[row] = (ends[0][row] - ends[1][row]) / 2 - scale[row] * levels / 2;
   }
-  float used_scale[2];  // that made the last codes
-  float used_offset[2];
+  float a0[2];  // of the last codes
+  float a1[2];
 #pragma unroll 1
   for (int round = 0; round < 2; ++round) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      used_scale[row] = scale[row];
-      used_offset[row] = offset[row];
+      a0[row] = inverse_or_0(scale[row]) * per_level;
+      a1[row] = -offset[row] * a0[row];
     }
     refit(take_codes<Shape, false, false>(at, x, columns, scale, offset, moments.rest, levels),
           moments.rest, scale, offset);
@@ -500,14 +502,9 @@ __device__ __forceinline__ float unbiased_codes(const TileThread<Shape>& at,
   // The columns. Rows count by the inverse of their variance, lest one massive token decide; one
   // that is constant but for rounding errors must not either.
   {
-    float a0[2];
-    float a1[2];
     float share[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const float inverse = inverse_or_0(used_scale[row]) * per_level;
-      a0[row] = inverse;
-      a1[row] = -used_offset[row] * inverse;
       offset[row] += mean[0][row];
       share[row] = inverse_or_0(
           fmaxf(moments.variance[row], kMeanFloor * kMeanFloor * mean[0][row] * mean[0][row]));
@@ -535,16 +532,19 @@ __device__ __forceinline__ float unbiased_codes(const TileThread<Shape>& at,
     __syncthreads();
     const float products = column_sum(at, 0);
     const float squares = column_sum(at, 1);
-    const bool counted = !Shape::kKey || live.tokens[at.own_col] != 0.f;
-    const float before = col_scale;
-    if (counted && squares > 0.f) col_scale *= clip(divide(products, squares), 0.5f, 2.f);
-    col_scale = half_rounded(col_scale);
-    if (at.first_of_col()) columns.change[at.own_col] = divide(before, col_scale);
-    put_weights(at, live, col_scale, columns);
+    const bool counted = !Shape::kKey || live.tokens[at.own_col()] != 0.f;
+    const float before = columns.scale[at.own_col()];
+    float after = before;
+    if (counted && squares > 0.f) after *= clip(divide(products, squares), 0.5f, 2.f);
+    after = half_rounded(after);
+    if (at.first_of_col()) columns.change[at.own_col()] = divide(before, after);
+    put_weights(at, live, after, columns);
   }
 
   // The rows again.
   float old_mean[2] = {mean[0][0], mean[0][1]};
+  // Opaque, lest the sums of the pass before be kept in registers instead of x.
+  asm volatile("" : "+f"(old_mean[0]), "+f"(old_mean[1]));
   mean[0][0] = mean[0][1] = 0.f;
 #pragma unroll
   for (int g = 0; g < Shape::kGroups; ++g) {
@@ -573,25 +573,19 @@ __device__ __forceinline__ float unbiased_codes(const TileThread<Shape>& at,
         moments.rest, scale, offset);
   const CodeMoments m =
       take_codes<Shape, false, Shape::kKey>(at, x, columns, scale, offset, moments.rest, levels);
-#pragma unroll
-  for (int row = 0; row < 2; ++row) {
-    used_scale[row] = scale[row];
-    used_offset[row] = offset[row];
-  }
+  const float used_scale[2] = {scale[0], scale[1]};  // that made the last codes
+  const float used_offset[2] = {offset[0], offset[1]};
   restore_gain(m, moments, scale, offset);
 
   // V: the codes once more, such that the error of each channel has no mean.
   if constexpr (!Shape::kKey) {
-    float a0[2];
-    float a1[2];
     float inverse[2];
     float limit[2];
     float counted[1] = {0.f};
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const float used_inverse = inverse_or_0(used_scale[row]) * per_level;
-      a0[row] = used_inverse;
-      a1[row] = -used_offset[row] * used_inverse;
+      a0[row] = inverse_or_0(used_scale[row]) * per_level;
+      a1[row] = -used_offset[row] * a0[row];
       const bool some = scale[row] > 0.f;
       inverse[row] = some ? divide(1.f, scale[row]) : 0.f;
       limit[row] = some ? 1.f : 0.f;
@@ -616,7 +610,7 @@ __device__ __forceinline__ float unbiased_codes(const TileThread<Shape>& at,
     reduce_block<Sum>(at, counted);  // its barriers also serve the partial sums
     const float error = column_sum(at, 0);
     if (at.first_of_col()) {
-      columns.change[at.own_col] = counted[0] > 0.f ? divide(error, counted[0]) : 0.f;
+      columns.change[at.own_col()] = counted[0] > 0.f ? divide(error, counted[0]) : 0.f;
     }
     __syncthreads();
     const CodeMoments shifted = take_codes<Shape, true, true>(at, x, columns, used_scale,
@@ -633,7 +627,6 @@ __device__ __forceinline__ float unbiased_codes(const TileThread<Shape>& at,
     fit.scale[row] = scale[row];
     fit.offset[row] = offset[row] + fit.mean[row];
   }
-  return col_scale;
 }
 
 /// A row whose scale is tiny against its mean would need a zero point beyond the precision of fp16:

@@ -35,13 +35,19 @@ __device__ __forceinline__ T from_float(float x) {
   }
 }
 
-/// a / b and sqrt(x) within 2 ulp, without the branches for denormal and huge numbers of the exact
-/// ones; |b| < 2^126.
-__device__ __forceinline__ float divide(float a, float b) { return __fdividef(a, b); }
+/// 1 / x, a / b and sqrt(x) within 2 ulp, of normal numbers and 0; without the branches that the
+/// exact ones take for denormal and huge ones.
+__device__ __forceinline__ float inverse(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float divide(float a, float b) { return a * inverse(b); }
 
 __device__ __forceinline__ float square_root(float x) {
   float y;
-  asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

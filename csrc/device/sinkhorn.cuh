@@ -22,12 +22,22 @@ __device__ __forceinline__ float clip(float x, float lo, float hi) {
   return fminf(fmaxf(x, lo), hi);
 }
 
-/// Which tokens of a tile take part; in x the others are 0.
+/// Which tokens of a tile take part; in x the others are 0. In shared memory, not in registers.
 struct Live {
-  bool all;
-  int count;
-  int first;
-  const float* tokens;  ///< shared: 1 or 0 for each token
+  float* tokens;  ///< [kTokens + 2]: 1 or 0 for each token, how many, the first
+
+  template <class Shape>
+  __device__ __forceinline__ int count() const {
+    return static_cast<int>(tokens[Shape::kTokens]);
+  }
+  template <class Shape>
+  __device__ __forceinline__ int first() const {
+    return static_cast<int>(tokens[Shape::kTokens + 1]);
+  }
+  template <class Shape>
+  __device__ __forceinline__ bool all() const {
+    return tokens[Shape::kTokens] == static_cast<float>(Shape::kTokens);
+  }
 };
 
 __device__ __forceinline__ void unpack(const float4& v, float (&out)[4]) {
@@ -57,10 +67,11 @@ __device__ __forceinline__ float sinkhorn_col_scale(const TileThread<Shape>& at,
   float* const inv_col = shared;
   float* const first_row = shared + Shape::kCols;  // of x
   float* const first_row_inverse = shared + 2 * Shape::kCols;
-  const float in_row = Shape::kKey ? live.count : Shape::kCols;
-  const float in_col = Shape::kKey ? Shape::kRows : live.count;
-  const int first_row_index = Shape::kKey ? 0 : live.first;
-  const int first_col_index = Shape::kKey ? live.first : 0;
+  const bool all = live.all<Shape>();
+  const float in_row = Shape::kKey ? live.count<Shape>() : Shape::kCols;
+  const float in_col = Shape::kKey ? Shape::kRows : live.count<Shape>();
+  const int first_row_index = Shape::kKey ? 0 : live.first<Shape>();
+  const int first_col_index = Shape::kKey ? live.first<Shape>() : 0;
 
   // The elements about which sums are taken.
   float first_col[1][2] = {};
@@ -88,7 +99,7 @@ __device__ __forceinline__ float sinkhorn_col_scale(const TileThread<Shape>& at,
   float col_scale = 1.f;
   float best_col_scale = 1.f;
   float col_deviation = 0.f;
-  bool col_active = !Shape::kKey || live.tokens[at.own_col] != 0.f;
+  bool col_active = !Shape::kKey || live.tokens[at.own_col()] != 0.f;
   float best = 0.f;
 
 #pragma unroll 1
@@ -96,7 +107,7 @@ __device__ __forceinline__ float sinkhorn_col_scale(const TileThread<Shape>& at,
     if (round > 0 && col_active) {
       col_scale = clip(col_scale * clip(col_deviation, 1e-3f, 1e3f), kMinScale, kMaxScale);
     }
-    if (at.first_of_col()) inv_col[at.own_col] = divide(1.f, col_scale);
+    if (at.first_of_col()) inv_col[at.own_col()] = divide(1.f, col_scale);
     __syncthreads();
 
     float row_sums[2][2] = {};  // sum, squares; by row
@@ -107,13 +118,13 @@ __device__ __forceinline__ float sinkhorn_col_scale(const TileThread<Shape>& at,
       float inverse[4];
       float mask[4];
       unpack(at.columns(inv_col, g), inverse);
-      if (Shape::kKey && !live.all) unpack(at.columns(live.tokens, g), mask);
+      if (Shape::kKey && !all) unpack(at.columns(live.tokens, g), mask);
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
           float d = fmaf(x[tile_element(g, row, c)], inverse[c], -about[row]);
-          if (Shape::kKey && !live.all) d *= mask[c];
+          if (Shape::kKey && !all) d *= mask[c];
           row_sums[0][row] += d;
           row_sums[1][row] = fmaf(d, d, row_sums[1][row]);
         }
@@ -144,7 +155,7 @@ __device__ __forceinline__ float sinkhorn_col_scale(const TileThread<Shape>& at,
 
     const float first_inverse = *first_row_inverse;
     float row_mask[2] = {1.f, 1.f};
-    if (!Shape::kKey && !live.all) {
+    if (!Shape::kKey && !all) {
       row_mask[0] = live.tokens[at.row];
       row_mask[1] = live.tokens[at.row + 8];
     }
@@ -159,7 +170,7 @@ __device__ __forceinline__ float sinkhorn_col_scale(const TileThread<Shape>& at,
         const float shift = -first[c] * first_inverse;
         float d0 = fmaf(x[tile_element(g, 0, c)], inv_row[0], shift);
         float d1 = fmaf(x[tile_element(g, 1, c)], inv_row[1], shift);
-        if (!Shape::kKey && !live.all) {
+        if (!Shape::kKey && !all) {
           d0 *= row_mask[0];
           d1 *= row_mask[1];
         }

@@ -47,7 +47,6 @@ template <class Shape>
 struct TileThread {
   int row;         ///< the first of the thread's two; the other is row + 8
   int col;         ///< of group 0; the others are 16 further each
-  int own_col;     ///< whose column thread this is
   float* partial;  ///< [2][kPartialFloats]
   float* scratch;  ///< [4 * max(kWarps, kSplit * kRows)]
 
@@ -55,7 +54,6 @@ struct TileThread {
       : partial(partial_sums), scratch(scratch_floats) {
     row = strip() * Shape::kStripRows + lane() / 4;
     col = first_col() + lane() % 4 * 4;
-    own_col = threadIdx.x / Shape::kColThreads;
   }
 
   __device__ __forceinline__ int lane() const { return threadIdx.x % kWarpLanes; }
@@ -64,6 +62,8 @@ struct TileThread {
   __device__ __forceinline__ int first_col() const {
     return warp() % Shape::kSplit * Shape::kWarpCols;
   }
+  /// Whose column thread this is.
+  __device__ __forceinline__ int own_col() const { return threadIdx.x / Shape::kColThreads; }
   /// One thread for each column, one for each row.
   __device__ __forceinline__ bool first_of_col() const {
     return threadIdx.x % Shape::kColThreads == 0;
@@ -145,11 +145,11 @@ __device__ __forceinline__ void put_partial(const TileThread<Shape>& at, int qua
 /// Column threads: the sum of their column (after a barrier that follows put_partial).
 template <class Shape>
 __device__ __forceinline__ float column_sum(const TileThread<Shape>& at, int quantity) {
-  const float* const column = at.partial + quantity * Shape::kPartialFloats + at.own_col;
+  const float* const column = at.partial + quantity * Shape::kPartialFloats + at.own_col();
   constexpr int kCount = Shape::kSlots / Shape::kColThreads;
   static_assert(kCount % 4 == 0);
   float sums[4] = {};
-#pragma unroll 2
+#pragma unroll 1
   for (int i = 0; i < kCount; i += 4) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {

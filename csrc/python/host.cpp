@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kvarn/layout.h"
+#include "kvarn/ops.h"
 #include "kvarn/version.h"
 
 namespace py = pybind11;
@@ -126,4 +127,6 @@ PYBIND11_MODULE(_host, m) {
         "Byte offset of a lane's 32-bit word inside the codes of a tile.");
   m.def("build_info", &build_info,
         "version, layout_version, compiler; cuda_version is None if no CUDA library was built.");
+  m.def("cpu_isa", &kvarn::cpu::isa,
+        "The instruction set of the CPU kernels on this machine: avx512, avx2 or generic.");
 }
