@@ -91,16 +91,12 @@ def _parser() -> argparse.ArgumentParser:
         "--refcheck", action=argparse.BooleanOptionalAction, default=True,
         help="compare with the reference before timing",
     )  # fmt: skip
-    parser.add_argument(
-        "--quick", action="store_true", help="one small case an op, fewer runs"
-    )
+    parser.add_argument("--quick", action="store_true", help="one small case an op, fewer runs")
     parser.add_argument("--out", type=Path, help="write all rows to this JSON file")
     parser.add_argument(
         "--save", action="store_true", help="write bench/results/<machine>/<op>.json"
     )
-    parser.add_argument(
-        "--compare", type=Path, help="an earlier JSON file: print the ratios"
-    )
+    parser.add_argument("--compare", type=Path, help="an earlier JSON file: print the ratios")
     return parser
 
 
@@ -141,9 +137,7 @@ def _measure(
         row["ceiling_gbps"] = round(prepared.bytes / ceiling.median / 1e3, 3)
     if args.peers:
         for peer, calls in prepared.peers.items():
-            row["peers"][peer] = round(
-                time_calls(calls, device, quick=args.quick).median, 3
-            )
+            row["peers"][peer] = round(time_calls(calls, device, quick=args.quick).median, 3)
             check = prepared.peer_errors.get(peer)
             if args.refcheck and check and not check() <= 2e-2:
                 sys.exit(f"{routine.op} {_text(case)}: {peer} computes something else")
@@ -160,37 +154,27 @@ def _text(case: Case) -> str:
 
 
 def _table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> Table:
-    where = (
-        facts.get("gpu")
-        or f"{facts['cpu']}, {facts['threads']} threads, {facts['isa']}"
-    )
+    where = facts.get("gpu") or f"{facts['cpu']}, {facts['threads']} threads, {facts['isa']}"
     table = Table(title=f"kvarn on {where}, torch {facts['torch']}")
-    for column in ("op", "format", "case"):
-        table.add_column(column)
-    for column in ("time us", "GB/s", "of ceiling", "error", "peers"):
-        table.add_column(column, justify="right")
+    table.add_column("op, format, case", ratio=1)
+    for column in ("time us", "GB/s", "of ceiling", "error"):
+        table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         limit = row.get("read_us") or row.get("copy_us")
-        peers = [
-            f"{n}: {t:.1f} us ({t / row['time_us']:.2f}x)"
-            for n, t in row["peers"].items()
-        ]
+        title = f"[bold]{row['op']}[/] {row['format'] or ''}\n{_text(row['case'])}"
+        peers = [f"\n  {n}: {t:.1f} us, {t / row['time_us']:.2f}x" for n, t in row["peers"].items()]
         table.add_row(
-            row["op"],
-            row["format"] or "",
-            _text(row["case"]),
+            title + "".join(peers),
             f"{row['time_us']:.1f}",
             f"{row['gbps']:.2f}",
             f"{limit / row['time_us']:.0%}" if limit else "",
             f"{row['error']:.1e}" if row["error"] is not None else "",
-            "\n".join(peers),
+            end_section=True,
         )
     return table
 
 
-def _compare(
-    console: Console, rows: list[dict[str, Any]], old: list[dict[str, Any]]
-) -> None:
+def _compare(console: Console, rows: list[dict[str, Any]], old: list[dict[str, Any]]) -> None:
     table = Table(title="against the earlier run (time now / time then)")
     for column in ("op", "format", "case", "ratio", ""):
         table.add_column(column)
@@ -201,9 +185,7 @@ def _compare(
             continue
         ratio = row["time_us"] / then["time_us"]
         word = "" if abs(ratio - 1) <= NOISE else "slower" if ratio > 1 else "faster"
-        table.add_row(
-            row["op"], row["format"] or "", _text(row["case"]), f"{ratio:.3f}", word
-        )
+        table.add_row(row["op"], row["format"] or "", _text(row["case"]), f"{ratio:.3f}", word)
     console.print(table)
 
 

@@ -10,9 +10,7 @@ from bench.harness import Timing, input_sets, time_calls
 def read_time(num_bytes: int, device: torch.device, *, quick: bool = False) -> Timing:
     """A plain streaming read of `num_bytes` (torch's sum over float32, all threads)."""
     n = max(num_bytes // 4, 1)
-    buffers = [
-        torch.rand(n, device=device) for _ in range(input_sets(num_bytes, device))
-    ]
+    buffers = [torch.rand(n, device=device) for _ in range(input_sets(num_bytes, device))]
     out = torch.empty((), device=device)
     calls = [lambda b=b: torch.sum(b, dim=0, out=out) for b in buffers]
     return time_calls(calls, device, quick=quick)

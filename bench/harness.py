@@ -44,9 +44,7 @@ def input_sets(bytes_per_set: int, device: torch.device) -> int:
     return max(2, 2 * cache_bytes(device) // max(bytes_per_set, 1) + 1)
 
 
-def time_calls(
-    calls: Sequence[Call], device: torch.device, *, quick: bool = False
-) -> Timing:
+def time_calls(calls: Sequence[Call], device: torch.device, *, quick: bool = False) -> Timing:
     """Median, p10 and p90 of the time of one call, in microseconds."""
     min_runs = 10 if quick else MIN_RUNS
     min_seconds = 0.1 if quick else MIN_SECONDS
@@ -58,16 +56,10 @@ def time_calls(
     while True:
         times.append(one(len(times) % len(calls)))
         seconds = time.perf_counter() - start
-        if (
-            len(times) >= min_runs and seconds >= min_seconds
-        ) or seconds >= MAX_SECONDS:
+        if (len(times) >= min_runs and seconds >= min_seconds) or seconds >= MAX_SECONDS:
             break
     times.sort()
-    deciles = (
-        statistics.quantiles(times, n=10, method="inclusive")
-        if len(times) > 1
-        else times * 9
-    )
+    deciles = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times * 9
     return Timing(statistics.median(times), deciles[0], deciles[-1], len(times))
 
 

@@ -19,16 +19,13 @@ def machine(device: torch.device) -> dict[str, Any]:
     """What the numbers were measured on."""
     facts: dict[str, Any] = {
         "torch": torch.__version__,
-        "commit": _git("rev-parse", "--short=12", "HEAD")
-        + ("+" if _git("status", "-s") else ""),
+        "commit": _git("rev-parse", "--short=12", "HEAD") + ("+" if _git("status", "-s") else ""),
         "date": datetime.date.today().isoformat(),
     }
     if device.type == "cuda":
         facts |= {
             "gpu": torch.cuda.get_device_name(device),
-            "driver": _run(
-                "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
-            ),
+            "driver": _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
             "cuda": torch.version.cuda,
         }
     else:
@@ -74,9 +71,7 @@ def _git(*args: str) -> str:
 
 def _run(*command: str) -> str:
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=20, check=True
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()

@@ -103,7 +103,8 @@ def self_check(device: torch.device) -> Iterator[Check]:
             yield Check(op, str(device), "failed", words)
         else:
             state = "ok" if error <= bound else "wrong"
-            yield Check(op, str(device), state, f"error {error:.0e}, allowed {bound:.0e}")
+            allowed = f"allowed {bound:.0e}" if bound else "must be exact"
+            yield Check(op, str(device), state, f"error {error:.0e}, {allowed}")
 
 
 def as_dict(checks: list[Check]) -> dict[str, Any]:
@@ -117,8 +118,9 @@ _Error = tuple[float, float]
 _EXACT = 0.0
 _FP32 = 1e-5
 _HALF = 2e-3
-#: Between two correct encoders: a value near a rounding tie may get the other code.
-_CODES = 5e-3
+#: Between two correct encoders: a value near a rounding tie may get the other code, and with 2 bits
+#: one such value in 10,000 is an error of 1e-2.
+_CODES = 3e-2
 
 
 def _normal(*shape: int, seed: int = 0) -> Tensor:

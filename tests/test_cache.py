@@ -152,6 +152,18 @@ def test_fault15_with_drafts_records_equal_those_without(recent_blocks):
     c.check()
 
 
+def test_fault15_a_tile_read_early_is_16_bit_for_a_sharer_that_needs_it():
+    c = checked(sink_blocks=0, recent_blocks=2)
+    drafter = c.new()
+    c.step([(drafter, 4 * G - 2)])
+    sharer = c.fork(drafter, 3 * G - 2)
+    for order in (1, -1):
+        requests = [(drafter, 6), (sharer, 5)][::order]
+        c.step(requests, [6, 0][::order], [0, 5][::order])
+        c.truncate(sharer, 3 * G - 2)
+    c.check()
+
+
 def test_window_is_passed_on():
     c = checked()
     seq = c.new()
@@ -450,6 +462,19 @@ def test_out_of_blocks_says_how_many_and_changes_nothing():
     assert c.state() == before
     c.check()
     c.step([(a, 1)])
+
+
+def test_out_of_blocks_for_the_copy_of_a_shared_block():
+    c = checked(num_blocks=2, num_slots=8)
+    a = c.new()
+    c.step([(a, 5)])
+    b, d = c.fork(a), c.fork(a)
+    before = c.state()
+    with pytest.raises(CacheFull, match="free blocks must be at least 2, got 1"):
+        c.cache.plan([(a, 1), (b, 1), (d, 1)])
+    assert c.state() == before
+    c.step([(a, 1), (b, 1)])
+    c.check()
 
 
 def test_out_of_slots_says_how_many_and_changes_nothing():

@@ -7,6 +7,7 @@ with the reference for every format, degenerate input, and memory of every shape
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,6 +22,15 @@ GROUPS = [64, 128]
 HEAD_DIMS = [64, 128, 256, 512]
 FITS = ["unbiased", "minmax"]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The reference is many small torch operations, which more threads only slow down."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def named(bits: tuple[int, int], group: int = 64, head_dim: int = 64) -> Format:
@@ -349,12 +359,9 @@ def test_fault07_same_in_any_batch_and_on_any_thread(fit: str) -> None:
     for i in (0, 4, 8):
         alone = ops.quantize_tiles(key[i : i + 1, :, 1:], value[i : i + 1, :, 1:], fmt, fit=fit)
         assert torch.equal(alone[0, 0], whole[i, 1])
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        assert torch.equal(ops.quantize_tiles(key, value, fmt, fit=fit), whole)
-    finally:
+    for threads in (2, 3, 8):
         torch.set_num_threads(threads)
+        assert torch.equal(ops.quantize_tiles(key, value, fmt, fit=fit), whole)
 
 
 # ---- Memory ------------------------------------------------------------------------------------

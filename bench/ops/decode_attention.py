@@ -59,9 +59,7 @@ class _Routine:
         # Enough distinct tiles to be random, then repeated: quantizing is not what is timed.
         tiles = min(blocks, 64)
         shape = (tiles, fmt.group, KV_HEADS, fmt.head_dim)
-        key, value = (
-            torch.randn(shape, device=device).to(torch.float16) for _ in range(2)
-        )
+        key, value = (torch.randn(shape, device=device).to(torch.float16) for _ in range(2))
         records = ops.quantize_tiles(key, value, fmt)
         repeat = torch.arange(blocks * sets, device=device) % tiles
         cache = records[repeat].contiguous()
@@ -87,9 +85,7 @@ class _Routine:
                 ),
             )  # fmt: skip
             k, v = (
-                x.view(batch, context, KV_HEADS, fmt.head_dim)
-                .transpose(1, 2)
-                .contiguous()
+                x.view(batch, context, KV_HEADS, fmt.head_dim).transpose(1, 2).contiguous()
                 for x in kv
             )
             return k, v
@@ -97,7 +93,7 @@ class _Routine:
         def error() -> float:
             out.fill_(math.nan)
             attend(tables[0])()
-            want = reference.decode_attention(
+            want, _ = reference.decode_attention(
                 q[:1].double(), cache, tables[0][:1], lens[:1], fmt
             )
             return relative_error(out[:1], want)
@@ -106,9 +102,7 @@ class _Routine:
         peer_errors = {}
         result: list[torch.Tensor] = [out]
         key16, value16 = contiguous()
-        peer_sets = min(
-            input_sets(2 * key16.numel() * key16.element_size(), device), sets
-        )
+        peer_sets = min(input_sets(2 * key16.numel() * key16.element_size(), device), sets)
         copies = [(key16.clone(), value16.clone()) for _ in range(peer_sets)]
         for name, adapter in (
             (f"sdpa {str(dtype)[6:]}", torch_sdpa.decode),

@@ -18,18 +18,14 @@ class _Routine:
 
     def cases(self, device: torch.device, quick: bool) -> list[Case]:
         records = [256] if device.type == "cpu" else [4096, 16384]
-        return [
-            {"records": n, "head_dim": 128} for n in (records[:1] if quick else records)
-        ]
+        return [{"records": n, "head_dim": 128} for n in (records[:1] if quick else records)]
 
     def prepare(self, case: Case, fmt: Format | None, device: torch.device) -> Prepared:
         assert fmt is not None
         tiles = case["records"] // HEADS
         shape = (tiles, fmt.group, HEADS, fmt.head_dim)
         num_bytes = case["records"] * (fmt.record_bytes + 4 * fmt.group * fmt.head_dim)
-        key, value = (
-            torch.randn(shape, device=device).to(torch.float16) for _ in range(2)
-        )
+        key, value = (torch.randn(shape, device=device).to(torch.float16) for _ in range(2))
         records = ops.quantize_tiles(key, value, fmt)
         sets = [
             (records.clone(), tuple(torch.full_like(key, math.nan) for _ in range(2)))
@@ -42,10 +38,7 @@ class _Routine:
             return max(relative_error(g, w) for g, w in zip(got, want, strict=True))
 
         return Prepared(
-            calls=[
-                lambda r=r, out=out: ops.dequantize_tiles(r, fmt, out=out)
-                for r, out in sets
-            ],
+            calls=[lambda r=r, out=out: ops.dequantize_tiles(r, fmt, out=out) for r, out in sets],
             error=error,
             max_error=5e-4,
             bytes=num_bytes,

@@ -30,9 +30,7 @@ class _Routine:
         rows, dim = case["shape"]
         num_bytes = 2 * rows * dim * dtype.itemsize
         sets = input_sets(num_bytes, device)
-        inputs = [
-            torch.randn(rows, dim, device=device, dtype=dtype) for _ in range(sets)
-        ]
+        inputs = [torch.randn(rows, dim, device=device, dtype=dtype) for _ in range(sets)]
         # The transform is its own inverse: in place, any number of calls keeps the numbers in range.
         in_place = case["in_place"]
         outputs = [x if in_place else torch.full_like(x, math.nan) for x in inputs]

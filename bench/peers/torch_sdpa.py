@@ -13,23 +13,17 @@ def decode(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: list) -
     query = q.unsqueeze(2)
 
     def call() -> None:
-        out[0] = F.scaled_dot_product_attention(
-            query, key, value, enable_gqa=True
-        ).squeeze(2)
+        out[0] = F.scaled_dot_product_attention(query, key, value, enable_gqa=True).squeeze(2)
 
     return call
 
 
-def decode_grouped(
-    q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: list
-) -> Call:
+def decode_grouped(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: list) -> Call:
     """The same, with the query heads of a group as query rows, which spares repeating K and V."""
     batch, heads, dim = q.shape
     query = q.view(batch, key.shape[1], heads // key.shape[1], dim)
 
     def call() -> None:
-        out[0] = F.scaled_dot_product_attention(query, key, value).reshape(
-            batch, heads, dim
-        )
+        out[0] = F.scaled_dot_product_attention(query, key, value).reshape(batch, heads, dim)
 
     return call

@@ -41,26 +41,21 @@ class Spread {
 /// The deviation (n - 1) of x[j] * inv_col[j]; y receives that product.
 inline float balanced_row(const float* __restrict x, const float* __restrict inv_col, int cols,
                           float* __restrict y) {
-  if (cols < 2) {
-    for (int j = 0; j < cols; ++j) y[j] = x[j] * inv_col[j];
-    return 0;
-  }
-  // About the first one, so that a constant row has a deviation of exactly 0.
+  // Moments about one of the values: then the sum of squares is at most cols + 1 times what is left
+  // of it after the subtraction, and that is exactly 0 for a constant row.
   const float first = x[0] * inv_col[0];
   float sum = 0;
-#pragma omp simd reduction(+ : sum)
+  float squares = 0;
+#pragma omp simd reduction(+ : sum, squares)
   for (int j = 0; j < cols; ++j) {
     y[j] = x[j] * inv_col[j];
-    sum += y[j] - first;
-  }
-  const float mean = first + sum / static_cast<float>(cols);
-  float squares = 0;
-#pragma omp simd reduction(+ : squares)
-  for (int j = 0; j < cols; ++j) {
-    const float d = y[j] - mean;
+    const float d = y[j] - first;
+    sum += d;
     squares += d * d;
   }
-  return __builtin_sqrtf(squares / static_cast<float>(cols - 1));
+  if (cols < 2) return 0;
+  const float central = squares - sum * (sum / static_cast<float>(cols));
+  return __builtin_sqrtf((central < 0 ? 0 : central) / static_cast<float>(cols - 1));
 }
 
 /// Adds row number `count` (from 1), scale * y, to the means and the summed squares about them of

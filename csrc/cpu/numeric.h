@@ -32,17 +32,23 @@ inline float bits_float(uint32_t u) {
   return x;
 }
 
+/// condition ? a : b without a branch, so that loops of it vectorize.
+inline uint32_t choose(bool condition, uint32_t a, uint32_t b) {
+  const uint32_t mask = 0u - static_cast<uint32_t>(condition);
+  return (a & mask) | (b & ~mask);
+}
+
 inline float half_to_float(uint16_t h) {
 #if defined(KVARN_ISA_AVX2)
   return _cvtsh_ss(h);
 #else
   constexpr uint32_t kRebias = (127 - 15) << 23;
   const uint32_t magnitude = h & 0x7fffu;
-  const uint32_t normal = (magnitude << 13) + kRebias + (magnitude >= 0x7c00u ? kRebias : 0u);
+  const uint32_t normal = (magnitude << 13) + kRebias + choose(magnitude >= 0x7c00u, kRebias, 0);
   const uint32_t subnormal =
       float_bits(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
-  return bits_float((magnitude < 0x0400u ? subnormal : normal) | static_cast<uint32_t>(h & 0x8000u)
-                                                                     << 16);
+  return bits_float(choose(magnitude < 0x0400u, subnormal, normal) |
+                    static_cast<uint32_t>(h & 0x8000u) << 16);
 #endif
 }
 
@@ -57,9 +63,9 @@ inline uint16_t float_to_half(float x) {
   // A sum with 0.5 has units of 2^-24, those of a subnormal half: the addition rounds.
   const uint32_t subnormal = float_bits(bits_float(magnitude) + 0.5f) - float_bits(0.5f);
   const uint32_t normal = (magnitude - kRebias + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
-  uint32_t h = magnitude < 0x38800000u ? subnormal : normal;
-  h = magnitude >= 0x477ff000u ? 0x7c00u : h;
-  h = magnitude > 0x7f800000u ? (0x7e00u | (magnitude >> 13 & 0x3ffu)) : h;
+  uint32_t h = choose(magnitude < 0x38800000u, subnormal, normal);
+  h = choose(magnitude >= 0x477ff000u, 0x7c00u, h);
+  h = choose(magnitude > 0x7f800000u, 0x7e00u | (magnitude >> 13 & 0x3ffu), h);
   return static_cast<uint16_t>(h | (u >> 16 & 0x8000u));
 #endif
 }
@@ -87,7 +93,8 @@ inline void load_halves(const uint16_t* in, float* out, int n) {
     _mm256_storeu_ps(out + i, _mm256_cvtph_ps(h));
   }
 #endif
-  for (; i < n; ++i) out[i] = half_to_float(in[i]);
+#pragma omp simd
+  for (int k = i; k < n; ++k) out[k] = half_to_float(in[k]);
 }
 
 inline void store_halves(const float* in, uint16_t* out, int n) {
@@ -105,7 +112,8 @@ inline void store_halves(const float* in, uint16_t* out, int n) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), h);
   }
 #endif
-  for (; i < n; ++i) out[i] = float_to_half(in[i]);
+#pragma omp simd
+  for (int k = i; k < n; ++k) out[k] = float_to_half(in[k]);
 }
 
 inline void load_bfloat16s(const uint16_t* in, float* out, int n) {

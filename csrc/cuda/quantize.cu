@@ -158,10 +158,10 @@ __device__ __forceinline__ void find_live(const device::TileThread<Shape>& at,
     for (int row = 1; row >= 0; --row) {
       const float sum = sums[0][row];
       if (at.first_of_row()) {
-        energy[at.row + 8 * row] = sum;
-        tokens[at.row + 8 * row] = alive(sum) ? 1.f : 0.f;
+        energy[at.row() + 8 * row] = sum;
+        tokens[at.row() + 8 * row] = alive(sum) ? 1.f : 0.f;
       }
-      if (alive(sum)) first = static_cast<float>(at.row + 8 * row);
+      if (alive(sum)) first = static_cast<float>(at.row() + 8 * row);
       count += __syncthreads_count(alive(sum) && at.first_of_row());
     }
   }
@@ -185,7 +185,7 @@ __device__ __forceinline__ void find_live(const device::TileThread<Shape>& at,
     for (int c = 0; c < 4; ++c) {
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
-        const float one = Shape::kKey ? keep[c] : tokens[at.row + 8 * row];
+        const float one = Shape::kKey ? keep[c] : tokens[at.row() + 8 * row];
         if (one == 0.f) x[device::tile_element(g, row, c)] = 0.f;
       }
     }
@@ -283,7 +283,7 @@ __device__ __forceinline__ void quantize_part(const Jobs& jobs, uint8_t* shared)
   if (at.first_of_row()) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const int index = at.row + 8 * row;
+      const int index = at.row() + 8 * row;
       float scale = device::half_rounded(device::divide(rows.scale[row], factor));
       const float stored = scale * factor;
       float zero_point = stored == 0.f ? 0.f

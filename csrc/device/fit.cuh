@@ -60,7 +60,7 @@ __device__ __forceinline__ uint32_t code_bytes_of(const float (&q)[4]) {
 template <class Shape>
 __device__ __forceinline__ void put_codes(const TileThread<Shape>& at, uint8_t* codes, int g,
                                           int row, uint32_t bytes) {
-  *reinterpret_cast<uint32_t*>(codes + (at.row + 8 * row) * Shape::kCodePitch + at.col + 16 * g) =
+  *reinterpret_cast<uint32_t*>(codes + (at.row() + 8 * row) * Shape::kCodePitch + at.col + 16 * g) =
       bytes;
 }
 
@@ -234,7 +234,7 @@ __device__ __forceinline__ float minmax_codes(const TileThread<Shape>& at,
     reduce_rows<Sum>(at, row_errors);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const int token = at.row + 8 * row;
+      const int token = at.row() + 8 * row;
       if (at.first_of_row() && live.tokens[token] != 0.f) {
         loss[0] += divide(row_errors[0][row], energy[token]);
       }
@@ -320,6 +320,7 @@ __device__ __forceinline__ void centre(const TileThread<Shape>& at, float (&x)[S
                                        const Live& live, const float* weight,
                                        const float (&mean)[2], RowMoments& moments,
                                        float (&ends)[2][2]) {
+  forget_loads();
   const bool all = live.all<Shape>();
   float sums[2][2] = {};
 #pragma unroll
@@ -368,6 +369,7 @@ __device__ __forceinline__ CodeMoments take_codes(const TileThread<Shape>& at,
                                                   const ColumnArrays<Shape>& columns,
                                                   const float (&scale)[2], const float (&offset)[2],
                                                   const float (&rest)[2], float levels) {
+  forget_loads();
   const float per_level = divide(1.f, levels);
   float a0[2];
   float a1[2];

@@ -45,14 +45,12 @@ constexpr KVARN_HD int tile_element(int g, int row, int column) {
 /// A thread's place in the tile, and shared memory for its sums.
 template <class Shape>
 struct TileThread {
-  int row;         ///< the first of the thread's two; the other is row + 8
   int col;         ///< of group 0; the others are 16 further each
   float* partial;  ///< [2][kPartialFloats]
   float* scratch;  ///< [4 * max(kWarps, kSplit * kRows)]
 
   __device__ __forceinline__ TileThread(float* partial_sums, float* scratch_floats)
       : partial(partial_sums), scratch(scratch_floats) {
-    row = strip() * Shape::kStripRows + lane() / 4;
     col = first_col() + lane() % 4 * 4;
   }
 
@@ -62,19 +60,35 @@ struct TileThread {
   __device__ __forceinline__ int first_col() const {
     return warp() % Shape::kSplit * Shape::kWarpCols;
   }
+  /// The first of the thread's two rows; the other is row() + 8.
+  __device__ __forceinline__ int row() const {
+    const int t = thread();
+    return t / kWarpLanes / Shape::kSplit * Shape::kStripRows + t % kWarpLanes / 4;
+  }
   /// Whose column thread this is.
-  __device__ __forceinline__ int own_col() const { return threadIdx.x / Shape::kColThreads; }
+  __device__ __forceinline__ int own_col() const { return thread() / Shape::kColThreads; }
   /// One thread for each column, one for each row.
   __device__ __forceinline__ bool first_of_col() const {
-    return threadIdx.x % Shape::kColThreads == 0;
+    return thread() % Shape::kColThreads == 0;
   }
   __device__ __forceinline__ bool first_of_row() const { return col == 0; }
+
+  /// threadIdx.x; opaque, so that what follows from it is computed where it is wanted. Registers
+  /// are scarcer than instructions.
+  __device__ __forceinline__ static int thread() {
+    int thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));
+    return thread;
+  }
 
   /// The numbers of the thread's columns in group g.
   __device__ __forceinline__ float4 columns(const float* values, int g) const {
     return *reinterpret_cast<const float4*>(values + col + 16 * g);
   }
 };
+
+/// What was loaded from shared memory before is loaded again after, not kept in registers.
+__device__ __forceinline__ void forget_loads() { __syncwarp(); }
 
 struct Sum {
   static constexpr float kNeutral = 0.f;
@@ -112,7 +126,7 @@ __device__ __forceinline__ void reduce_rows(const TileThread<Shape>& at, float (
       for (int i = 0; i < N; ++i) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-          at.scratch[(i * Shape::kSplit + split) * Shape::kRows + at.row + 8 * row] =
+          at.scratch[(i * Shape::kSplit + split) * Shape::kRows + at.row() + 8 * row] =
               values[i][row];
         }
       }
@@ -125,7 +139,7 @@ __device__ __forceinline__ void reduce_rows(const TileThread<Shape>& at, float (
         float all = Op::kNeutral;
 #pragma unroll
         for (int s = 0; s < Shape::kSplit; ++s) {
-          all = op(all, at.scratch[(i * Shape::kSplit + s) * Shape::kRows + at.row + 8 * row]);
+          all = op(all, at.scratch[(i * Shape::kSplit + s) * Shape::kRows + at.row() + 8 * row]);
         }
         values[i][row] = all;
       }
@@ -177,17 +191,19 @@ __device__ __forceinline__ void reduce_block(const TileThread<Shape>& at, float 
       values[i] = op(values[i], __shfl_xor_sync(0xffffffffu, values[i], distance));
     }
   }
+  const int thread = at.thread();
+  const int lane = thread % kWarpLanes;
   __syncthreads();
-  if (at.lane() < N) {
+  if (lane < N) {
     float mine = values[0];
 #pragma unroll
-    for (int i = 1; i < N; ++i) mine = at.lane() == i ? values[i] : mine;
-    at.scratch[at.lane() * Shape::kWarps + at.warp()] = mine;
+    for (int i = 1; i < N; ++i) mine = lane == i ? values[i] : mine;
+    at.scratch[lane * Shape::kWarps + thread / kWarpLanes] = mine;
   }
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    float all = at.scratch[i * Shape::kWarps + at.lane() % Shape::kWarps];
+    float all = at.scratch[i * Shape::kWarps + lane % Shape::kWarps];
 #pragma unroll
     for (int distance = 1; distance < Shape::kWarps; distance *= 2) {
       all = op(all, __shfl_xor_sync(0xffffffffu, all, distance));

@@ -187,11 +187,9 @@ class KVarNCache(Cache):  # type: ignore[misc]
         if getattr(config, "is_encoder_decoder", False):
             _refuse("encoder-decoder models are not supported")
         config = config.get_text_config(decoder=True)
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if getattr(config, "layer_types", None) is None and getattr(
-            config, "attention_chunk_size", None
-        ):
-            kinds = {"chunked_attention"}
+        chunked = getattr(config, "attention_chunk_size", None)
+        default = "chunked_attention" if chunked else "full_attention"
+        kinds = set(getattr(config, "layer_types", None) or [default])
         if not kinds <= set(_LAYER_TYPES):
             _refuse(f"layers must be {' or '.join(_LAYER_TYPES)}, got {sorted(kinds)}")
         if getattr(config, "num_kv_shared_layers", 0):
@@ -203,6 +201,8 @@ class KVarNCache(Cache):  # type: ignore[misc]
             fmt = Format(fmt, head_dim=head_dim)
         elif fmt.head_dim != head_dim:
             _refuse(f"fmt must have the model's head_dim {head_dim}, got {fmt.head_dim}")
+        if max_tokens is not None and max_tokens < 1:
+            _refuse(f"max_tokens must be at least 1, got {max_tokens}")
         super().__init__(layers=[_Layer(self, i) for i in range(config.num_hidden_layers)])
         self.fmt = fmt
         self.paged: PagedCache | None = None
@@ -273,7 +273,7 @@ class KVarNCache(Cache):  # type: ignore[misc]
             out = forward.paged.attend(forward.step, layer, q, k, v, **arguments)
         else:
             rows = forward.rows
-            out = torch.zeros_like(q)
+            out = q.new_zeros(q.shape)
             out[rows] = forward.paged.attend(
                 forward.step, layer, q[rows], k[rows], v[rows], **arguments
             )
@@ -288,13 +288,13 @@ class KVarNCache(Cache):  # type: ignore[misc]
                 f"keys and values must be [batch, heads, tokens, {self.fmt.head_dim}], "
                 f"got {list(key.shape)} and {list(value.shape)}"
             )
+        if self._seqs and batch != len(self._seqs):
+            _refuse(f"the cache holds {len(self._seqs)} sequences, got a batch of {batch}")
+        rows, new = None, self._new_tokens(valid, columns)
         if self.paged is None:
             self.paged = self._allocate(batch, heads, columns, key)
         if not self._seqs:
             self._seqs = [self.paged.new_sequence() for _ in range(batch)]
-        if batch != len(self._seqs):
-            _refuse(f"the cache holds {len(self._seqs)} sequences, got a batch of {batch}")
-        rows, new = None, self._new_tokens(valid, columns)
         counts = [columns] * batch if new is None else [int(n) for n in new.sum(1)]
         if new is not None:
             rows = new.flatten().nonzero().squeeze(1).to(key.device)

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvarn._terminal import Table
+from kvarn.format import DEFAULT_ITERATIONS
 from kvarn.integrations.transformers import KVarNCache
 from kvarn.studies import encoders, texts
 from kvarn.studies.divergence import Run, Trace, teacher_forced
@@ -66,7 +67,8 @@ def choices(bits: tuple[str, ...]) -> list[Choice]:
     """Both fits at all bit widths; the variants where errors are largest."""
     plain = [Choice(b, fit) for b in bits for fit in ("minmax", "unbiased")]
     low = [b for b in bits if b in ("k4v2", "k2v2")]
-    rounds = [Choice(b, "unbiased", iterations=4) for b in low]
+    other = 0 if DEFAULT_ITERATIONS["unbiased"] else 4
+    rounds = [Choice(b, "unbiased", iterations=other) for b in low]
     recent = [Choice(b, "unbiased", recent_blocks=1) for b in low]
     return plain + rounds + recent
 
