@@ -21,7 +21,9 @@ def pool(slots: int = 4, fmt: Format = FMT, dtype: torch.dtype = torch.float16) 
     return torch.full(shape, float("nan"), dtype=dtype)
 
 
-def tokens(count: int, fmt: Format = FMT, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
+def tokens(
+    count: int, fmt: Format = FMT, dtype: torch.dtype = torch.float16
+) -> tuple[Tensor, Tensor]:
     x = torch.randn(2, count, HEADS, fmt.head_dim).to(dtype)
     return x[0], x[1]
 
@@ -308,9 +310,7 @@ def test_fault19_invalid_tile_is_named_and_nothing_written(
     cache = empty_cache()
     limit = None if count is None else torch.tensor([count], dtype=torch.int32)
     with pytest.raises(RuntimeError, match=f"^kvarn::seal_blocks: {message}$"):
-        ops.seal_blocks(
-            staging, torch.tensor(slots), torch.tensor(blocks), cache, FMT, count=limit
-        )
+        ops.seal_blocks(staging, torch.tensor(slots), torch.tensor(blocks), cache, FMT, count=limit)
     assert (cache == 0xFF).all()
 
 

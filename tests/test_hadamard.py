@@ -78,7 +78,9 @@ def test_fault12_many_dimensions() -> None:
     want = ops.hadamard_transform(x.contiguous())
     assert torch.equal(ops.hadamard_transform(x), want)
     out = torch.empty_like(want)
-    assert torch.equal(ops.hadamard_transform(x.transpose(0, 4), out=out.transpose(0, 4)).transpose(0, 4), want)
+    assert torch.equal(
+        ops.hadamard_transform(x.transpose(0, 4), out=out.transpose(0, 4)).transpose(0, 4), want
+    )
     assert torch.equal(out, want)
 
 
@@ -135,4 +137,7 @@ def test_fault10_offsets_beyond_int32(dtype: torch.dtype) -> None:
 def test_fault07_same_in_any_batch() -> None:
     x = torch.randn(300, 128)
     whole = ops.hadamard_transform(x)
-    assert all(torch.equal(ops.hadamard_transform(x[i : i + 7]), whole[i : i + 7]) for i in range(0, 300, 7))
+    assert all(
+        torch.equal(ops.hadamard_transform(x[i : i + 7]), whole[i : i + 7])
+        for i in range(0, 300, 7)
+    )

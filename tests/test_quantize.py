@@ -78,9 +78,7 @@ def test_codes_of_the_reference(fit: str, bits: int, group: int, head_dim: int) 
 
 @pytest.mark.parametrize(("fit", "iterations"), [("unbiased", 0), ("unbiased", 4), ("minmax", 8)])
 @pytest.mark.parametrize("bits", [(4, 2), (3, 3)])
-def test_few_codes_differ_over_many_tiles(
-    bits: tuple[int, int], fit: str, iterations: int
-) -> None:
+def test_few_codes_differ_over_many_tiles(bits: tuple[int, int], fit: str, iterations: int) -> None:
     fmt = named(bits, 64, 128)
     key, value = uneven(fmt, tiles=12)
     want = reference.quantize(key, value, fmt, fit=fit, iterations=iterations, dtype=torch.float64)
@@ -121,9 +119,7 @@ def test_fault13_key_and_value_bits_are_independent(bits: tuple[int, int], fit: 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("bits", list(itertools.product(BITS, BITS)))
-def test_fault13_dequantize_every_format(
-    bits: tuple[int, int], group: int, head_dim: int
-) -> None:
+def test_fault13_dequantize_every_format(bits: tuple[int, int], group: int, head_dim: int) -> None:
     """Any codes, scales of any sign; the bytes around the record are poison."""
     fmt = named(bits, group, head_dim)
     codes = torch.randint(0, 256, (1, 2, fmt.record_bytes), dtype=torch.uint8)

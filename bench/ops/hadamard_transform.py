@@ -31,7 +31,7 @@ class _Routine:
         num_bytes = 2 * rows * dim * dtype.itemsize
         sets = input_sets(num_bytes, device)
         inputs = [torch.randn(rows, dim, device=device, dtype=dtype) for _ in range(sets)]
-        # The transform is its own inverse: in place, any number of calls keeps the numbers in range.
+        # The transform is its own inverse: in place, any number of calls keeps the range.
         in_place = case["in_place"]
         outputs = [x if in_place else torch.full_like(x, math.nan) for x in inputs]
         matrix = reference.hadamard_matrix(dim).to(device, dtype)
