@@ -190,9 +190,18 @@ class BlockPool:
         held = self.sequences[request.seq]
         self.truncate(held, held.length + accepted)
 
+    def due_seals(self) -> list[Seal]:
+        """What is to be sealed now; it stays staged until `take_seals`."""
+        return [Seal(int(self.slot[block]), block) for block in sorted(self._sealable)]
+
     def take_seals(self) -> list[Seal]:
-        """What is to be sealed now; its slots are free again, so seal before anything is staged."""
-        return [self._seal(block) for block in sorted(self._sealable)]
+        """`due_seals` become records; their slots are free: seal before anything is staged."""
+        seals = self.due_seals()
+        for slot, block in seals:
+            self._set_sealable(block, False)
+            self._append(self.free_slots, slot)
+            self._set_slot(block, -1)
+        return seals
 
     # Scheduling a step -------------------------------------------------------------------------
 
@@ -315,6 +324,7 @@ class BlockPool:
 
     def _pin(self, block: int) -> None:
         self._set(self.pins, block, self.pins[block] + 1)
+        self._set_sealable(block, False)  # it may be due still, if sealing it failed
 
     def _unpin(self, block: int) -> None:
         self._set(self.pins, block, self.pins[block] - 1)
@@ -330,13 +340,6 @@ class BlockPool:
                 self._append(self.free_slots, int(self.slot[block]))
                 self._set_slot(block, -1)
             self._append(self.free_blocks, block)
-
-    def _seal(self, block: int) -> Seal:
-        seal = Seal(int(self.slot[block]), block)
-        self._set_sealable(block, False)
-        self._append(self.free_slots, seal.slot)
-        self._set_slot(block, -1)
-        return seal
 
     # Primitive changes, each with its inverse while a schedule is drawn up ----------------------
 

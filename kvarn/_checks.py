@@ -19,6 +19,9 @@ from kvarn.format import DEFAULT_ITERATIONS, FITS, Format
 
 INDICES = (torch.int32, torch.int64)
 
+_FLOAT32_MAX = 2.0**128 - 2.0**104
+_FLOAT32_MIN = 2.0**-149
+
 #: A dimension: its size, or a name that stands for any size.
 Dim = int | str
 
@@ -94,6 +97,9 @@ class Arguments:
             dims = ", ".join(map(str, shape))
             rule = f"{_backends.dtype_names(dtypes)} [{dims}] on {self.device}"
             self.fail(name, rule, _describe(t))
+        if t.requires_grad and self.op != "hadamard_transform" and torch.is_grad_enabled():
+            rule = "without gradient (the op is not differentiable: use torch.no_grad())"
+            self.fail(name, rule, "requires_grad=True")
         if not strided and t.stride(-1) != 1 and t.shape[-1] > 1 and t.numel() > 0:
             self.fail(name, "contiguous in its last dimension", f"strides {list(t.stride())}")
 
@@ -137,9 +143,9 @@ class Arguments:
     def number(self, name: str, value: float) -> None:
         if not isinstance(value, (int, float, torch.SymFloat)) or isinstance(value, bool):
             self.fail(name, "a number", repr(value))
-        # Not math.isfinite, which torch.compile cannot trace.
-        if not -math.inf < value < math.inf:
-            self.fail(name, "finite", value)
+        # Kernels take float32: what is too small for it would become 0, as if it were not given.
+        if not (value == 0 or _FLOAT32_MIN <= abs(value) <= _FLOAT32_MAX):
+            self.fail(name, "a finite float32 number", value)
 
     def flag(self, name: str, value: bool) -> None:
         if not isinstance(value, bool):

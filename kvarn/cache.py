@@ -14,7 +14,8 @@ asked to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,9 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvarn import _host, ops
+from kvarn import _backends, _host, ops
 from kvarn._blocks import BlockPool, CacheFull, Copy, HeldSequence, Request, Schedule, Seal
-from kvarn.format import Format, is_supported
+from kvarn.format import FITS, Format, is_supported
 
 __all__ = ["CacheFull", "PagedCache", "SequenceState", "Step", "Wave"]
 
@@ -67,7 +68,8 @@ class Step:
     num_tokens: int
     requests: list[Request]
     waves: list[Wave]
-    _waves_done: list[int] = field(default_factory=list)  # per layer
+    _attended: list[bool] = field(default_factory=list)  # per layer
+    _waves_sealed: list[int] = field(default_factory=list)  # per layer: whose seals are written
 
 
 @dataclass(frozen=True)
@@ -131,16 +133,19 @@ class PagedCache:
         fit: str = "unbiased",
         iterations: int | None = None,
     ) -> None:
-        for name, value, least in (
-            ("num_layers", num_layers, 1),
-            ("num_kv_heads", num_kv_heads, 1),
-            ("num_blocks", num_blocks, 1),
-            ("num_slots", num_slots, 1),
-            ("sink_blocks", sink_blocks, 0),
-            ("recent_blocks", recent_blocks, 0),
-        ):
-            if value < least:
-                raise ValueError(f"kvarn.PagedCache: {name} must be at least {least}, got {value}")
+        where = "kvarn.PagedCache: "
+        num_layers = require_integer(f"{where}num_layers", num_layers, 1)
+        num_kv_heads = require_integer(f"{where}num_kv_heads", num_kv_heads, 1)
+        num_blocks = require_integer(f"{where}num_blocks", num_blocks, 1)
+        num_slots = require_integer(f"{where}num_slots", num_slots, 1)
+        sink_blocks = require_integer(f"{where}sink_blocks", sink_blocks, 0)
+        recent_blocks = require_integer(f"{where}recent_blocks", recent_blocks, 0)
+        if fit not in FITS:
+            raise ValueError(f"{where}fit must be {' or '.join(map(repr, FITS))}, got {fit!r}")
+        if iterations is not None:
+            iterations = require_integer(f"{where}iterations", iterations, 0)
+            if iterations >= 2**31:
+                raise ValueError(f"{where}iterations must be less than 2**31, got {iterations}")
         if not isinstance(fmt, Format):
             raise ValueError(f"kvarn.PagedCache: fmt must be a kvarn.Format, got {fmt!r}")
         if reasons := is_supported(fmt, dtype=dtype, device=device):
@@ -247,10 +252,11 @@ class PagedCache:
 
         Raises:
             CacheFull: too few free blocks or slots; nothing was changed.
-            ValueError: an unknown sequence, one given twice, a negative count, draft > count.
+            ValueError: an unknown sequence, one given twice, a negative count, draft > count, a
+                number that is no integer.
         """
         self._require_no_step("plan")
-        drafts = [draft] * len(requests) if isinstance(draft, int) else list(draft)
+        drafts = list(draft) if isinstance(draft, Iterable) else [draft] * len(requests)
         if len(drafts) != len(requests):
             raise ValueError(
                 f"kvarn.PagedCache.plan: draft must be a number or {len(requests)} numbers, "
@@ -259,6 +265,8 @@ class PagedCache:
         wanted = []
         for (seq, count), tail in zip(requests, drafts, strict=True):
             self._pool.get(seq, "plan")
+            count = require_integer(f"kvarn.PagedCache.plan: count of sequence {seq}", count)
+            tail = require_integer(f"kvarn.PagedCache.plan: draft of sequence {seq}", tail)
             if not 0 <= tail <= count:
                 raise ValueError(
                     f"kvarn.PagedCache.plan: count and draft of sequence {seq} must satisfy "
@@ -296,39 +304,44 @@ class PagedCache:
         A prompt runs through in waves, block by block, so that every query reads exactly what it
         would have read token by token, whatever the chunks.
 
+        A call that was refused can be made again, rightly. If the device failed after a tile was
+        sealed, its slot may hold other rows by now: then the step can only be aborted.
+
         Args:
             step: from `plan`.
             layer: which.
-            q: [T, Hq, D], rows as in ``step.requests``, strided views welcome.
+            q: [T, Hq, D], rows as in ``step.requests``, Hq a multiple of Hkv, strided views
+                welcome.
             key, value: [T, Hkv, D], not rotated, in the cache's dtype.
             sm_scale, logits_soft_cap, window_left, sinks, split_tokens: see
                 `kvarn.ops.decode_attention`.
-            out: [T, Hq, D].
+            out: [T, Hq, D], dtype of ``q``.
 
         Returns:
             [T, Hq, D], causal attention.
+
+        Raises:
+            ValueError: an argument of the wrong shape, dtype or device; a layer that has attended.
+            RuntimeError: an earlier call failed halfway.
         """
-        if step is not self._step:
-            raise ValueError(
-                "kvarn.PagedCache.attend: step must be the one that plan returned last"
-            )
+        self._require_step(step, "attend")
+        layer = require_integer("kvarn.PagedCache.attend: layer", layer)
         if not 0 <= layer < self.num_layers:
             raise ValueError(
                 f"kvarn.PagedCache.attend: layer must be in [0, {self.num_layers}), got {layer}"
             )
-        for name, tensor in (("q", q), ("key", key), ("value", value)):
-            if tensor.dim() != 3 or tensor.shape[0] != step.num_tokens:
-                raise ValueError(
-                    f"kvarn.PagedCache.attend: {name} must be [{step.num_tokens}, heads, "
-                    f"{self.fmt.head_dim}], got {list(tensor.shape)}"
-                )
-        if step._waves_done[layer]:
+        self._check_attend(step, q, key, value, out)
+        if step._attended[layer]:
             raise ValueError(f"kvarn.PagedCache.attend: layer {layer} has attended in this step")
+        if any(wave.seals for wave in step.waves[: step._waves_sealed[layer]]):
+            raise RuntimeError(
+                f"kvarn.PagedCache.attend: layer {layer} failed halfway, the step must be aborted"
+            )
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for wave in step.waves:
+        for w, wave in enumerate(step.waves):
             self._seal(layer, wave.seals)
-            step._waves_done[layer] += 1
+            step._waves_sealed[layer] = w + 1
             ops.append_kv(
                 key[wave.rows],
                 value[wave.rows],
@@ -357,6 +370,7 @@ class PagedCache:
             )
             if not in_place:
                 out[wave.rows] = attended
+        step._attended[layer] = True
         return out
 
     def commit(self, step: Step, accepted: Sequence[int] | None = None) -> None:
@@ -369,14 +383,13 @@ class PagedCache:
             accepted: how many of each sequence's tokens are kept, at least ``count - draft``; the
                 rest is forgotten. All by default.
         """
-        if step is not self._step:
-            raise ValueError(
-                "kvarn.PagedCache.commit: step must be the one that plan returned last"
-            )
-        missing = [layer for layer, done in enumerate(step._waves_done) if done < len(step.waves)]
-        if missing:
+        self._require_step(step, "commit")
+        missing = [layer for layer, attended in enumerate(step._attended) if not attended]
+        if step.waves and missing:
             raise RuntimeError(f"kvarn.PagedCache.commit: layers {missing} have not attended")
-        counts = [r.num_tokens for r in step.requests] if accepted is None else list(accepted)
+        if accepted is None:
+            accepted = [request.num_tokens for request in step.requests]
+        counts = [require_integer("kvarn.PagedCache.commit: accepted", n) for n in accepted]
         if len(counts) != len(step.requests) or not all(
             r.num_tokens - r.draft <= n <= r.num_tokens
             for r, n in zip(step.requests, counts, strict=True)
@@ -392,10 +405,9 @@ class PagedCache:
 
     def abort(self, step: Step) -> None:
         """Ends a step whose forward pass failed: its sequences are freed, others are as before."""
-        if step is not self._step:
-            raise ValueError("kvarn.PagedCache.abort: step must be the one that plan returned last")
-        for layer, done in enumerate(step._waves_done):
-            for wave in step.waves[done:]:
+        self._require_step(step, "abort")
+        for layer, sealed in enumerate(step._waves_sealed):
+            for wave in step.waves[sealed:]:
                 self._seal(layer, wave.seals)
         self._step = None
         for request in step.requests:
@@ -439,13 +451,14 @@ class PagedCache:
             CacheFull: too few free blocks or slots; nothing was changed.
         """
         self._require_no_step("import_sequence")
+        length = require_integer("kvarn.PagedCache.import_sequence: length", state.length, 0)
         page = (2, self.num_kv_heads, self.fmt.group, self.fmt.head_dim)
         num_staged = sum(state.staged)
         num_records = len(state.staged) - num_staged
         for name, rule, value in (
             ("fmt", self.fmt, state.fmt),
             ("layout_version", _host.layout_version, state.layout_version),
-            ("staged blocks", -(-state.length // self.fmt.group), len(state.staged)),
+            ("staged blocks", -(-length // self.fmt.group), len(state.staged)),
             (
                 "records",
                 (self.num_layers, *self.fmt.cache_shape(num_records, self.num_kv_heads)),
@@ -453,13 +466,21 @@ class PagedCache:
             ),
             ("pages", (self.num_layers, num_staged, *page), tuple(state.pages.shape)),
             ("dtype", self.dtype, state.pages.dtype),
+            ("dtype of records", torch.uint8, state.records.dtype),
         ):
             if rule != value:
                 raise ValueError(
                     f"kvarn.PagedCache.import_sequence: {name} must be {rule}, got {value}"
                 )
-        seq = self._pool.restore(state.length, state.staged)
-        blocks = self._pool.get(seq, "import_sequence").blocks
+        seq = self._pool.restore(length, state.staged)
+        try:
+            self._restore(state, self._pool.sequences[seq].blocks)
+        except BaseException:
+            self._pool.free(seq)
+            raise
+        return seq
+
+    def _restore(self, state: SequenceState, blocks: Sequence[int]) -> None:
         slots = [int(self._pool.slot[block]) for block in blocks]
         ids = self._index([b for b, slot in zip(blocks, slots, strict=True) if slot < 0])
         pages_at = self._index([slot for slot in slots if slot >= 0])
@@ -470,35 +491,35 @@ class PagedCache:
             self.staging[layer][pages_at] = pages[layer]
         self._tell_slots()
         self._seal_due()
-        return seq
 
     def grow(self, num_blocks: int, num_slots: int) -> None:
         """Larger pools, by copying them; block ids, slots and contents stay.
 
-        The tensors are new ones: a captured CUDA graph would still read the old ones.
+        The tensors are new ones: a captured CUDA graph would still read the old ones. Until all
+        are filled the old ones are there too; if memory does not suffice, nothing has changed.
         """
         self._require_no_step("grow")
+        num_blocks = require_integer("kvarn.PagedCache.grow: num_blocks", num_blocks)
+        num_slots = require_integer("kvarn.PagedCache.grow: num_slots", num_slots)
         if num_blocks < self.num_blocks or num_slots < self.num_slots:
             raise ValueError(
                 "kvarn.PagedCache.grow: num_blocks and num_slots must be at least "
                 f"{self.num_blocks} and {self.num_slots}, got {num_blocks} and {num_slots}"
             )
-        for pools, size in ((self.cache, num_blocks), (self.staging, num_slots)):
-            for layer, pool in enumerate(pools):
-                larger = pool.new_empty((size, *pool.shape[1:]))
-                larger[: pool.shape[0]] = pool
-                pools[layer] = larger
-        larger = self.block_slot.new_full((num_blocks,), -1)
-        larger[: self.num_blocks] = self.block_slot
-        self.block_slot = larger
+        cache = [_grown(pool, num_blocks) for pool in self.cache]
+        staging = [_grown(pool, num_slots) for pool in self.staging]
+        block_slot = _grown(self.block_slot, num_blocks)
+        block_slot[self.num_blocks :] = -1
         self._pool.grow(num_blocks, num_slots)
+        self.cache, self.staging, self.block_slot = cache, staging, block_slot
 
     # Between the bookkeeping and the ops -------------------------------------------------------
 
     def _seal_due(self) -> None:
-        seals = self._seal_tensors(self._pool.take_seals())
+        seals = self._seal_tensors(self._pool.due_seals())
         for layer in range(self.num_layers):
             self._seal(layer, seals)
+        self._pool.take_seals()
         self._tell_slots()
 
     def _seal(self, layer: int, seals: tuple[Tensor, Tensor] | None) -> None:
@@ -569,7 +590,8 @@ class PagedCache:
                     seals=self._seal_tensors(wave.seals),
                 )
             )
-        return Step(int(first_row[-1]), requests, waves, [0] * self.num_layers)
+        layers = self.num_layers
+        return Step(int(first_row[-1]), requests, waves, [False] * layers, [0] * layers)
 
     def _rows(self, rows: NDArray[np.int64]) -> slice | Tensor:
         """A slice where the rows are contiguous: views instead of copies."""
@@ -595,17 +617,85 @@ class PagedCache:
     def _prefix(self, held: HeldSequence, length: int | None, caller: str) -> int:
         if length is None:
             return held.length
+        length = require_integer(f"kvarn.PagedCache.{caller}: length", length)
         if not 0 <= length <= held.length:
             raise ValueError(
                 f"kvarn.PagedCache.{caller}: length must be in [0, {held.length}], got {length}"
             )
         return length
 
+    def _check_attend(
+        self, step: Step, q: Tensor, key: Tensor, value: Tensor, out: Tensor | None
+    ) -> None:
+        """Before anything is written: what `ops` would refuse only after the first append."""
+        tokens, dim = step.num_tokens, self.fmt.head_dim
+        kv = (tokens, self.num_kv_heads, dim)
+        self._check_tensor("key", key, (self.dtype,), kv)
+        self._check_tensor("value", value, (self.dtype,), kv)
+        self._check_tensor("q", q, _backends.model_dtypes(self.device.type), (tokens, "Hq", dim))
+        heads = q.shape[1]
+        if heads == 0 or heads % self.num_kv_heads:
+            raise ValueError(
+                f"kvarn.PagedCache.attend: q must be of a multiple of {self.num_kv_heads} heads, "
+                f"got {heads}"
+            )
+        if out is not None:
+            self._check_tensor("out", out, (q.dtype,), (tokens, heads, dim))
+
+    def _check_tensor(
+        self,
+        name: str,
+        tensor: object,
+        dtypes: tuple[torch.dtype, ...],
+        shape: tuple[int | str, ...],
+    ) -> None:
+        if not isinstance(tensor, Tensor):
+            got = type(tensor).__name__
+        elif (
+            tensor.dim() == len(shape)
+            and all(n == m or m == "Hq" for n, m in zip(tensor.shape, shape, strict=True))
+            and tensor.dtype in dtypes
+            and tensor.device == self.device
+        ):
+            return
+        else:
+            names = _backends.dtype_names((tensor.dtype,))
+            got = f"{names} {list(tensor.shape)} on {tensor.device}"
+        raise ValueError(
+            f"kvarn.PagedCache.attend: {name} must be {_backends.dtype_names(dtypes)} "
+            f"[{', '.join(map(str, shape))}] on {self.device}, got {got}"
+        )
+
+    def _require_step(self, step: Step, caller: str) -> None:
+        if step is None or step is not self._step:
+            raise ValueError(
+                f"kvarn.PagedCache.{caller}: step must be the one that plan returned last"
+            )
+
     def _require_no_step(self, caller: str) -> None:
         if self._step is not None:
             raise RuntimeError(
                 f"kvarn.PagedCache.{caller}: the step from plan must be committed or aborted first"
             )
+
+
+def require_integer(what: str, value: object, least: int | None = None) -> int:
+    """``value`` as an int; ValueError for a bool, a float, or less than ``least``."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ValueError(f"{what} must be an integer, got {value!r}")
+    try:
+        number = operator.index(value)
+    except TypeError:  # a tensor of floats
+        raise ValueError(f"{what} must be an integer, got {value!r}") from None
+    if least is not None and number < least:
+        raise ValueError(f"{what} must be at least {least}, got {number}")
+    return number
+
+
+def _grown(pool: Tensor, size: int) -> Tensor:
+    larger = pool.new_empty((size, *pool.shape[1:]))
+    larger[: pool.shape[0]] = pool
+    return larger
 
 
 def _block_ids(held: HeldSequence) -> NDArray[np.int32]:

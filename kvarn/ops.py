@@ -52,6 +52,14 @@ def _numbers(fmt: Format) -> tuple[int, int, int, int]:
     return fmt.key_bits, fmt.value_bits, fmt.group, fmt.head_dim
 
 
+def _wrote(*tensors: Tensor) -> None:
+    """Tells autograd that a caller's tensors have changed, as torch's own in-place ops do."""
+    if not torch.compiler.is_compiling():
+        for tensor in tensors:
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+
+
 def hadamard_transform(
     x: Tensor, *, scale: float | None = None, out: Tensor | None = None
 ) -> Tensor:
@@ -86,6 +94,7 @@ def hadamard_transform(
         if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
             args.fail("out", "None for tensors that require a gradient", "a tensor")
     torch.ops.kvarn.hadamard_transform.out(x, scale, out)
+    _wrote(out)
     return out
 
 
@@ -144,6 +153,7 @@ def pack_bits(codes: Tensor, bits: int, *, out: Tensor | None = None) -> Tensor:
     else:
         args.output("out", out, torch.uint8, shape)
     torch.ops.kvarn.pack_bits(codes, bits, out)
+    _wrote(out)
     return out
 
 
@@ -170,6 +180,7 @@ def unpack_bits(packed: Tensor, bits: int, count: int, *, out: Tensor | None = N
     else:
         args.output("out", out, torch.uint8, (*leading, count))
     torch.ops.kvarn.unpack_bits(packed, bits, out)
+    _wrote(out)
     return out
 
 
@@ -210,6 +221,7 @@ def quantize_tiles(
     else:
         args.output("out", out, torch.uint8, shape)
     torch.ops.kvarn.quantize_tiles(key, value, *_numbers(fmt), fit, rounds, rotated, out)
+    _wrote(out)
     return out
 
 
@@ -240,6 +252,7 @@ def dequantize_tiles(
     shape = (records.shape[0], fmt.group, records.shape[1], fmt.head_dim)
     key, value = _key_value(args, records, FLOATS, shape, dtype, torch.float16, out)
     torch.ops.kvarn.dequantize_tiles(records, *_numbers(fmt), rotated, key, value)
+    _wrote(key, value)
     return key, value
 
 
@@ -319,6 +332,7 @@ def pack_records(canonical: CanonicalRecords, fmt: Format, *, out: Tensor | None
     else:
         args.output("out", out, torch.uint8, shape)
     torch.ops.kvarn.pack_records(*(t.contiguous() for t in canonical), *_numbers(fmt), out)
+    _wrote(out)
     return out
 
 
@@ -367,6 +381,7 @@ def append_kv(
     args.output("staging", staging, key.dtype, pool)
     args.tensor("block_slot", block_slot, INDICES, ("num_blocks",), strided=True)
     torch.ops.kvarn.append_kv(key, value, slot_mapping, staging, block_slot, *_numbers(fmt))
+    _wrote(staging)
 
 
 def seal_blocks(
@@ -403,6 +418,7 @@ def seal_blocks(
     if count is not None:
         args.tensor("count", count, (torch.int32,), (1,))
     torch.ops.kvarn.seal_blocks(staging, slots, blocks, cache, *_numbers(fmt), fit, rounds, count)
+    _wrote(cache)
 
 
 def _check_paged(
@@ -598,6 +614,7 @@ def decode_attention(
         sm_scale, logits_soft_cap, window_left, sinks, max_seq_len, split, workspace, attended,
         lse,
     )  # fmt: skip
+    _wrote(attended)
     return attended if lse is None else (attended, lse)
 
 
@@ -631,7 +648,7 @@ def decode_workspace_bytes(
     args.integer("num_q_heads", num_q_heads, 1)
     if num_q_heads % num_kv_heads:
         args.fail("num_q_heads", f"a multiple of {num_kv_heads}", num_q_heads)
-    args.integer("max_seq_len", max_seq_len, 0, 2**48)
+    args.integer("max_seq_len", max_seq_len, 0, 2**40)
     if num_tokens is None:
         num_tokens = num_seqs
     args.integer("num_tokens", num_tokens, 0)
@@ -699,6 +716,7 @@ def gather_kv(
         cache, block_table, seq_lens, *_numbers(fmt), staging, block_slot, cu_seq_lens, rotated,
         key, value,
     )  # fmt: skip
+    _wrote(key, value)
     return key, value
 
 
@@ -736,4 +754,5 @@ def merge_states(
         args.output("out[0]", merged, out_a.dtype, out_a.shape)
         args.output("out[1]", lse, torch.float32, lse_shape, strided=True)
     torch.ops.kvarn.merge_states(out_a, lse_a, out_b, lse_b, merged, lse)
+    _wrote(merged, lse)
     return merged, lse

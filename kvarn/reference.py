@@ -280,11 +280,24 @@ def guarded_sinkhorn(
     return torch.where(take[:, None], alternative, sinkhorn)
 
 
+def bring_to_size(t: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
+    """The tiles times the power of two that brings the root mean square of their live entries to
+    about 64: ``64 * 2^-rint(log2(mean square) / 2)``.
+
+    The clips of the normalization are absolute, and the lower one (exp(-0.3)) would keep a small
+    tile as it is: the unbiased fit of ``2^n * t`` has to be 2^n times that of t.
+    """
+    live = rows[:, :, None] & cols[:, None, :]
+    mean = (t.square() * live).sum((1, 2)) / live.sum((1, 2)).clamp(min=1)
+    exponent = (torch.where(mean > 0, mean, 4096.0).log2() / 2).round()
+    return t * (64.0 * torch.exp2(-exponent))[:, None, None]
+
+
 def without_gauge(c: Tensor, cols: Tensor) -> Tensor:
     """Sinkhorn's column scales divided by their geometric mean over the live columns.
 
-    They are determined up to a factor, which the row scales take up, and ties of the best round move
-    that factor. Column weights and rounding to fp16 would depend on it.
+    They are determined up to a factor, which the row scales take up, and ties of the best round
+    move that factor. Column weights and rounding to fp16 would depend on it.
     """
     mean_log2 = (c.log2() * cols).sum(-1, keepdim=True) / cols.sum(-1, keepdim=True).clamp(min=1)
     return c * torch.exp2(-mean_log2)
@@ -455,7 +468,8 @@ def encode(
         lo, hi = row_range(t / c[:, None, :], rows, cols)
         return store(t, q, s, z, c, (lo + hi) / 2, rows, cols, bits)
     if iterations > 0:
-        c = without_gauge(guarded_sinkhorn(t, rows, cols, bits, iterations, key), cols)
+        sized = bring_to_size(t, rows, cols)
+        c = without_gauge(guarded_sinkhorn(sized, rows, cols, bits, iterations, key), cols)
     else:
         c = token_rms(t, cols) if key else channel_spread(t, rows)
     q, s, z, c, mx = unbiased(t, c, rows, cols, bits, key)
@@ -619,7 +633,7 @@ def unpack_records(records: Tensor, fmt: Format) -> CanonicalRecords:
     fields[0] = unpack_codes(fields[0], g, d, fmt.key_bits, True).transpose(-1, -2)
     fields[4] = unpack_codes(fields[4], g, d, fmt.value_bits, False)
     for i in (1, 2, 3, 5, 6, 7):
-        fields[i] = fields[i].contiguous().view(torch.float16)
+        fields[i] = fields[i].clone(memory_format=torch.contiguous_format).view(torch.float16)
     return CanonicalRecords(*fields)
 
 

@@ -7,6 +7,9 @@ import torch
 
 from kvarn import _load
 
+# On every machine the same, and enough for work to be divided.
+torch.set_num_threads(2)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = _load.why_unavailable("cuda")

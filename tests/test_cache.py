@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from dense_cache import Q_HEADS_PER_KV, CheckedCache
@@ -601,11 +603,11 @@ def test_arguments_are_checked():
         (lambda: cache.attend(step, 2, q, kv, kv), r"attend: layer must be in \[0, 2\), got 2"),
         (
             lambda: cache.attend(step, 0, q[:2], kv, kv),
-            r"q must be \[3, heads, 64\], got \[2, 3, 64\]",
+            r"q must be .* \[3, Hq, 64\] on cpu, got float32 \[2, 3, 64\] on cpu",
         ),
         (
             lambda: cache.attend(step, 0, q, kv[:, 0], kv),
-            r"key must be \[3, heads, 64\], got \[3, 64\]",
+            r"key must be float32 \[3, 1, 64\] on cpu, got float32 \[3, 64\] on cpu",
         ),
     ):
         with pytest.raises(ValueError, match=words):
@@ -631,6 +633,250 @@ def test_constructor_arguments_are_checked():
         PagedCache("kvarn_k4v2_g64", **good)
     with pytest.raises(ValueError, match="PagedCache: .*float64"):
         PagedCache(FMT, **good, dtype=torch.float64)
+
+
+def test_an_attend_that_was_refused_writes_nothing_and_can_be_made_again():
+    """Each in its turn on a step that seals; then the records are those of an untroubled cache."""
+    states = []
+    for troubled in (False, True):
+        c = checked(sink_blocks=0, recent_blocks=0, num_kv_heads=2, num_layers=1)
+        seq = c.new()
+        c.step([(seq, G)])
+        q, kv = c._random(2 * G, 6), c._random(2 * G, 2)
+        step = c.cache.plan([(seq, 2 * G)])
+        if troubled:
+            before = [t.clone() for t in (*c.cache.cache, *c.cache.staging)]
+            good = {"q": q, "key": kv, "value": kv, "out": torch.empty_like(q)}
+            for name, bad in (
+                ("key", kv.half()),
+                ("value", kv.half()),
+                ("key", kv[:, :1]),
+                ("value", kv[..., :32]),
+                ("key", kv.to("meta")),
+                ("key", None),
+                ("q", q[:, :3]),
+                ("q", q[:, :0]),
+                ("q", q.double()),
+                ("q", q.to("meta")),
+                ("out", torch.empty(2 * G + 1, 6, 64)),
+                ("out", torch.empty(2 * G, 2, 64)),
+                ("out", torch.empty_like(q, dtype=torch.float16)),
+            ):
+                with pytest.raises(ValueError, match=f"^kvarn.PagedCache.attend: {name} must be"):
+                    c.cache.attend(step, 0, **{**good, name: bad})
+            for tensor, copy in zip((*c.cache.cache, *c.cache.staging), before, strict=True):
+                assert torch.equal(tensor.view(torch.uint8), copy.view(torch.uint8))
+            with pytest.raises(ValueError, match="sm_scale must be"):
+                c.cache.attend(step, 0, q, kv, kv, sm_scale=float("nan"))
+            with pytest.raises(RuntimeError, match=r"commit: layers \[0\] have not attended"):
+                c.cache.commit(step)
+        out = c.cache.attend(step, 0, q, kv, kv)
+        c.cache.commit(step)
+        states.append((out, c.cache.export_sequence(seq)))
+    assert torch.equal(states[0][0], states[1][0])
+    assert torch.equal(states[0][1].records, states[1][1].records)
+
+
+def test_fault16_an_attend_that_failed_halfway_can_only_be_aborted(monkeypatch):
+    """The second wave's op fails after its seal: the slot may be someone else's by then."""
+    c = checked(sink_blocks=0, recent_blocks=0, num_layers=1)
+    seq, other = c.new(), c.new()
+    c.step([(seq, G - 1), (other, 5)])
+    step = c.cache.plan([(seq, G)])
+    q, kv = torch.zeros(G, 3, 64), torch.zeros(G, 1, 64)
+    append, calls = ops.append_kv, []
+
+    def fail_second(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        append(*args)
+
+    monkeypatch.setattr(ops, "append_kv", fail_second)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        c.cache.attend(step, 0, q, kv, kv)
+    with pytest.raises(RuntimeError, match="layer 0 failed halfway, the step must be aborted"):
+        c.cache.attend(step, 0, q, kv, kv)
+    with pytest.raises(RuntimeError, match=r"commit: layers \[0\] have not attended"):
+        c.cache.commit(step)
+    c.cache.abort(step)
+    del c.model[seq]
+    c.check()
+
+
+def test_fault16_a_seal_that_failed_leaves_its_block_staged(monkeypatch):
+    """It is due again at the next commit, unless somebody truncates into it first."""
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("no device")
+
+    for truncated in (False, True):
+        c = checked(sink_blocks=0, recent_blocks=0)
+        seq = c.new()
+        c.step([(seq, G - 1)])
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, "seal_blocks", fail)
+            with pytest.raises(RuntimeError, match="no device"):
+                c.step([(seq, 1)])
+        c.model[seq].length = G
+        assert staged_blocks(c, seq) == [True]
+        assert c.cache.length(seq) == G
+        if truncated:
+            c.truncate(seq, G - 2)
+            assert staged_blocks(c, seq) == [True]
+            c.step([(seq, 2)])
+        else:
+            c.cache.free(c.cache.new_sequence())
+            c._seal_due()
+        assert staged_blocks(c, seq) == [False]
+        c.check()
+
+
+def test_a_pool_that_cannot_grow_stays_as_it_was(monkeypatch):
+    c = checked(num_blocks=3, num_slots=3)
+    seq = c.new()
+    c.step([(seq, 2 * G)])
+    new_empty, calls = torch.Tensor.new_empty, []
+
+    def fail_fourth(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("out of memory")
+        return new_empty(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty", fail_fourth)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            c.cache.grow(9, 9)
+    assert (c.cache.num_blocks, c.cache.num_slots) == (3, 3)
+    assert [len(t) for t in (*c.cache.cache, *c.cache.staging)] == [3] * 4
+    c.check()
+    c.step([(seq, 1)])
+
+
+def test_fault18_a_bad_state_or_a_failed_copy_leaves_no_sequence(monkeypatch):
+    c = checked(sink_blocks=0)
+    seq = c.new()
+    c.step([(seq, 2 * G + 5)])
+    state, model = c.export(seq)
+    for changes, words in (
+        (
+            {"records": state.records.short()},
+            "dtype of records must be torch.uint8, got torch.int16",
+        ),
+        ({"length": float(state.length)}, "length must be an integer, got 133.0"),
+        ({"length": -5, "staged": ()}, "length must be at least 0, got -5"),
+    ):
+        with pytest.raises(ValueError, match=f"^kvarn.PagedCache.import_sequence: {words}"):
+            c.cache.import_sequence(dataclasses.replace(state, **changes))
+        c.check()
+    to = torch.Tensor.to
+
+    def fail(tensor, *args, **kwargs):
+        if tensor is state.pages:
+            raise RuntimeError("out of memory")
+        return to(tensor, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            c.cache.import_sequence(state)
+    c.check()
+    assert c.restore((state, model)) is not None
+    c.check()
+
+
+@pytest.mark.parametrize("bad", [1.0, True, "1", None, torch.tensor(1.0)], ids=repr)
+def test_numbers_must_be_integers(bad):
+    c = checked()
+    cache, seq = c.cache, c.new()
+    c.step([(seq, 3)])
+    before = c.state()
+    calls = [
+        ("plan: count of sequence 1", lambda: cache.plan([(seq, bad)])),
+        ("plan: draft of sequence 1", lambda: cache.plan([(seq, 1)], draft=[bad])),
+        ("grow: num_blocks", lambda: cache.grow(bad, 99)),
+        ("grow: num_slots", lambda: cache.grow(99, bad)),
+    ]
+    if bad is not None:  # fork(seq, None): all tokens
+        calls += [
+            ("truncate: length", lambda: cache.truncate(seq, bad)),
+            ("fork: length", lambda: cache.fork(seq, bad)),
+        ]
+    for name, call in calls:
+        with pytest.raises(ValueError, match=f"^kvarn.PagedCache.{name} must be an integer, got"):
+            call()
+        assert c.state() == before
+    good = {"num_layers": 1, "num_kv_heads": 1, "num_blocks": 1, "num_slots": 1}
+    names = [*good, "sink_blocks", "recent_blocks"]
+    for name in names if bad is None else [*names, "iterations"]:
+        with pytest.raises(ValueError, match=f"^kvarn.PagedCache: {name} must be an integer, got"):
+            PagedCache(FMT, **{**good, name: bad})
+    step = cache.plan([(seq, 1)], draft=1)
+    kv = torch.zeros(1, 1, 64)
+    with pytest.raises(ValueError, match="attend: layer must be an integer"):
+        cache.attend(step, bad, kv, kv, kv)
+    for layer in range(2):
+        cache.attend(step, layer, kv, kv, kv)
+    before = c.state()
+    with pytest.raises(ValueError, match="commit: accepted must be an integer, got"):
+        cache.commit(step, [bad])
+    assert c.state() == before
+    cache.commit(step, np.array([1]))
+    cache.truncate(seq, np.int64(2))
+    assert cache.length(seq) == 2
+
+
+def test_no_open_step_is_no_step():
+    cache = checked().cache
+    kv = torch.zeros(1, 1, 64)
+    for call in (cache.commit, cache.abort, lambda step: cache.attend(step, 0, kv, kv, kv)):
+        with pytest.raises(ValueError, match="step must be the one that plan returned last"):
+            call(None)
+
+
+def test_how_tiles_are_quantized_is_checked_at_once():
+    good = {"num_layers": 1, "num_kv_heads": 1, "num_blocks": 1, "num_slots": 1}
+    for options, words in (
+        ({"fit": "best"}, "fit must be 'unbiased' or 'minmax', got 'best'"),
+        ({"fit": None}, "fit must be 'unbiased' or 'minmax', got None"),
+        ({"iterations": -1}, "iterations must be at least 0, got -1"),
+        ({"iterations": 2**31}, r"iterations must be less than 2\*\*31, got 2147483648"),
+    ):
+        with pytest.raises(ValueError, match=f"^kvarn.PagedCache: {words}"):
+            PagedCache(FMT, **good, **options)
+
+
+def test_the_transformers_cache_checks_numbers_and_rows():
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    from kvarn.integrations.transformers import KVarNCache
+
+    config = transformers.LlamaConfig(
+        hidden_size=64, head_dim=64, num_attention_heads=1, num_hidden_layers=1
+    )
+    for name, value in (("max_tokens", 200.5), ("sink_blocks", 1.5), ("recent_blocks", True)):
+        with pytest.raises(ValueError, match=f"transformers: {name} must be an integer, got"):
+            KVarNCache(config, FMT, **{name: value})
+    c = checked()
+    cache = KVarNCache(config, FMT)
+    cache.paged, cache._seqs = c.cache, [c.new(), c.new()]
+    before = c.state()
+    for call, rows in (
+        (cache.reorder_cache, [0, 5]),
+        (cache.reorder_cache, [-1, 0]),
+        (cache.reorder_cache, [0.0, 1.0]),
+        (cache.batch_select_indices, [2]),
+    ):
+        with pytest.raises(
+            ValueError, match=r"rows of the batch must be integers in \[0, 2\), got"
+        ):
+            call(torch.tensor(rows))
+        assert c.state() == before
+    with pytest.raises(ValueError, match=r"indices must be \[2\], got \[3\]"):
+        cache.batch_select_indices(torch.tensor([True, False, True]))
+    with pytest.raises(ValueError, match="repeats must be an integer, got 1.0"):
+        cache.batch_repeat_interleave(1.0)
+    assert c.state() == before
 
 
 def test_empty_steps():

@@ -156,11 +156,11 @@ def distributions(head_dim: int, group: int) -> dict[str, Tensor]:
 def test_ops_agree_with_reference(head_dim, group, bits, fit, iterations):
     """Codes differ in less than 0.03 %, values that have the same code by less than 5e-3.
 
-    The reference in fp32 and in fp64 are no nearer to each other. At 8 bits a column scale that
-    rounds to the other fp16 neighbour moves a tenth of its column's codes, so 0.1 %; at 2 bits one
-    code moves the scale of its row, so 1.5e-2.
+    The reference in fp32 and in fp64 are not much nearer to each other. At 8 bits a column scale
+    that rounds to the other fp16 neighbour moves a tenth of its column's codes, so 0.2 %; at 2 bits
+    one code moves the scale of its row, so 1.5e-2.
     """
-    limit = 1e-3 if bits == 8 else 3e-4
+    limit = 2e-3 if bits == 8 else 3e-4
     fmt = same_bits(bits, head_dim, group)
     different = count = 0
     for name, x in distributions(head_dim, group).items():
@@ -396,21 +396,22 @@ def test_fault02_tiny_tile(encoder, fit, iterations, bits):
     fmt = same_bits(bits, 64)
     made = ENCODERS[encoder](x * 1e-6, x * 1e-6, fmt, fit, iterations)
     base = ENCODERS[encoder](x, x, fmt, fit, iterations)
-    # Sinkhorn's scales are clipped at exp(-0.3) from below: a small tile is not normalized at all.
-    tolerance = 0.01 if iterations == 0 else 0.04
+    # The paper's scales are clipped at exp(-0.3) from below: a small tile is not normalized at all.
+    tolerance = 0.01 if fit == "unbiased" else 0.04
     for a, b in ((made.key, base.key), (made.value, base.value)):
         assert relative_mse(a, x * 1e-6) == pytest.approx(relative_mse(b, x), rel=tolerance)
 
 
 @pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("iterations", [0, 4])
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("exponent", [-12, -7, -1, 1, 5, 12])
-def test_fault02_scale_equivariance_is_exact(encoder, bits, exponent):
-    """Q(2^e x) = 2^e Q(x), bit for bit, with column scales in closed form."""
+def test_fault02_scale_equivariance_is_exact(encoder, iterations, bits, exponent):
+    """Q(2^e x) = 2^e Q(x), bit for bit, in the unbiased fit."""
     x, factor = gaussian(2, 128, 64), 2.0**exponent
     fmt = same_bits(bits, 64)
-    made = ENCODERS[encoder](x * factor, x * factor, fmt, "unbiased", 0)
-    base = ENCODERS[encoder](x, x, fmt, "unbiased", 0)
+    made = ENCODERS[encoder](x * factor, x * factor, fmt, "unbiased", iterations)
+    base = ENCODERS[encoder](x, x, fmt, "unbiased", iterations)
     assert torch.equal(made.canonical.key_codes, base.canonical.key_codes)
     assert torch.equal(made.canonical.value_codes, base.canonical.value_codes)
     assert torch.equal(made.key, base.key * factor)
@@ -421,13 +422,15 @@ def test_fault02_scale_equivariance_is_exact(encoder, bits, exponent):
 @pytest.mark.parametrize("fit", FITS)
 @pytest.mark.parametrize("factor", [2.0**-12, 1e-3, 0.3, 3.0, 777.0, 2.0**12])
 def test_fault02_scale_equivariance(encoder, fit, factor):
-    """Any factor, both fits: the same error, up to what Sinkhorn's clips do to a small tile."""
+    """Any factor, both fits: the same error, up to what the paper's clips do to a small tile."""
     x = gaussian(8, 128, 64)
     fmt = Format("kvarn_k4v2_g128", head_dim=64)
     made = ENCODERS[encoder](x * factor, x * factor, fmt, fit)
     base = ENCODERS[encoder](x, x, fmt, fit)
     for a, b in ((made.key, base.key), (made.value, base.value)):
-        assert relative_mse(a, x * factor) == pytest.approx(relative_mse(b, x), rel=0.06)
+        assert relative_mse(a, x * factor) == pytest.approx(
+            relative_mse(b, x), rel=0.01 if fit == "unbiased" else 0.06
+        )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -65,11 +65,11 @@ def test_codes_of_the_reference(fit: str, bits: int, group: int, head_dim: int) 
     want = reference.quantize(key, value, fmt, fit=fit, dtype=torch.float64)
     records = ops.quantize_tiles(key, value, fmt, fit=fit)
     got = ops.unpack_records(records, fmt)
-    # Where rounding puts one code on the other side of a tie, the scale of its row and then those of
-    # the columns move a little, and more codes follow. So a single tile may differ in more than the
-    # .03 % of many, and most with 8 bits, where ties are close.
-    assert differing(got.key_codes, want.key_codes) < 4e-3
-    assert differing(got.value_codes, want.value_codes) < 4e-3
+    # Where rounding puts one code on the other side of a tie, the scale of its row and then those
+    # of the columns move a little, and more codes follow. So a single tile may differ in more than
+    # the .03 % of many, and most with 8 bits, where ties are close.
+    assert differing(got.key_codes, want.key_codes) < (6e-3 if bits == 8 else 3e-3)
+    assert differing(got.value_codes, want.value_codes) < (6e-3 if bits == 8 else 3e-3)
     exact = reference.dequantize(want, fmt)
     approx = ops.dequantize_tiles(records, fmt, dtype=torch.float32)
     assert relative_error(approx[0], exact[0]) < 0.03
@@ -233,26 +233,27 @@ def test_fault02_zeros(bits: int, fit: str) -> None:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("factor", [1e-6, 1e-4, 1e4])
 def test_fault02_tiny_and_large_tiles(factor: float, bits: int, fit: str) -> None:
-    """The relative error is that of a tile of size 1. (The clips of the normalization are absolute:
-    with Sinkhorn scales the error is not the same to the last digit.)"""
+    """The relative error is that of a tile of size 1; with fit="minmax" not to the last digit, as
+    the clips of the paper's normalization are absolute."""
     fmt = named((bits, bits), 128, 128)
     key, value = gaussian(4, 128, 128), gaussian(4, 128, 128, seed=1)
     usual = by_ops(key, value, fmt, fit)
     got = by_ops(key * factor, value * factor, fmt, fit)
     for approx, exact, unit in ((got.key, key, usual.key), (got.value, value, usual.value)):
         ratio = relative_mse(approx / factor, exact) / relative_mse(unit, exact)
-        assert 0.97 < ratio < 1.05
+        assert abs(ratio - 1) < (0.01 if fit == "unbiased" else 0.05)
 
 
+@pytest.mark.parametrize("iterations", [0, 4])
 @pytest.mark.parametrize("bits", BITS)
-def test_fault02_scale_equivariance(bits: int) -> None:
-    """Q(c*x) = c*Q(x), exactly for powers of two; with Sinkhorn scales, see above."""
+def test_fault02_scale_equivariance(bits: int, iterations: int) -> None:
+    """Q(c*x) = c*Q(x), exactly for powers of two."""
     fmt = named((bits, bits), 64, 64)
     key, value = uneven(fmt)
-    one = by_ops(key, value, fmt, "unbiased", 0)
+    one = by_ops(key, value, fmt, "unbiased", iterations)
     for exponent in range(-12, 13):
         c = 2.0**exponent
-        scaled = by_ops(key * c, value * c, fmt, "unbiased", 0)
+        scaled = by_ops(key * c, value * c, fmt, "unbiased", iterations)
         assert torch.equal(scaled.canonical.key_codes, one.canonical.key_codes)
         assert torch.equal(scaled.canonical.value_codes, one.canonical.value_codes)
         assert torch.equal(scaled.key, c * one.key)

@@ -61,8 +61,8 @@ def test_fault14_every_scale_field_is_in_its_place() -> None:
         assert at == fmt.record_bytes
 
 
-def test_records_of_any_address() -> None:
-    """fault12: padding between blocks and heads, odd storage offsets; only the records change."""
+def test_fault12_records_at_any_address() -> None:
+    """Padding between blocks and heads, odd storage offsets; only the records change."""
     fmt = Format("kvarn_k3v2_g64", head_dim=64)
     records = random_records(fmt)
     want = ops.unpack_records(records, fmt)

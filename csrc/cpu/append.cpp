@@ -1,6 +1,7 @@
-// append_kv: check every slot, then copy.
+// append_kv: find and check every row first, then copy.
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "cpu/parallel.h"
 #include "cpu/tiles_check.h"
@@ -8,9 +9,13 @@
 namespace kvarn::cpu {
 namespace {
 
-Status check(const AppendParams& p) {
+constexpr int64_t kPadding = -1;
+
+/// rows[i]: where token i goes in the pool, in elements from K of head 0 of slot 0, or kPadding.
+Status find_rows(const AppendParams& p, std::vector<int64_t>& rows) {
   if (Status status = check_format(p.format); !status.ok()) return status;
   const int64_t group = p.format.group;
+  rows.assign(static_cast<size_t>(p.tokens), kPadding);
   for (int64_t i = 0; i < p.tokens; ++i) {
     const int64_t slot = p.slot_mapping[i];
     if (slot < 0) continue;
@@ -29,6 +34,7 @@ Status check(const AppendParams& p) {
           " at block " + std::to_string(block) + " (slot_mapping " + std::to_string(slot) +
           " at index " + std::to_string(i) + ")");
     }
+    rows[static_cast<size_t>(i)] = page * p.staging.stride[0] + slot % group * p.staging.stride[3];
   }
   return {};
 }
@@ -36,8 +42,8 @@ Status check(const AppendParams& p) {
 }  // namespace
 
 Status append_kv(const AppendParams& p, const Executor& executor) {
-  if (Status status = check(p); !status.ok()) return status;
-  const int64_t group = p.format.group;
+  std::vector<int64_t> rows;
+  if (Status status = find_rows(p, rows); !status.ok()) return status;
   const int64_t element = size_of(p.staging.dtype);
   // A job is a head of K or V: of two tokens with one slot the later stays, whatever the threads.
   parallel_for(executor, 2 * int64_t{p.heads}, [&](int64_t job) {
@@ -45,14 +51,13 @@ Status append_kv(const AppendParams& p, const Executor& executor) {
     const int64_t kv = job % 2;
     const auto* in = static_cast<const char*>(kv == 0 ? p.key : p.value);
     const auto& stride = kv == 0 ? p.key_stride : p.value_stride;
+    const int64_t page_offset = kv * p.staging.stride[1] + head * p.staging.stride[2];
     auto* pool = static_cast<char*>(p.staging.data);
     for (int64_t i = 0; i < p.tokens; ++i) {
-      const int64_t slot = p.slot_mapping[i];
-      if (slot < 0) continue;
-      const int64_t page = p.block_slot[slot / group];
-      const int64_t to = page * p.staging.stride[0] + kv * p.staging.stride[1] +
-                         head * p.staging.stride[2] + slot % group * p.staging.stride[3];
-      std::memcpy(pool + to * element, in + (i * stride[0] + head * stride[1]) * element,
+      const int64_t row = rows[static_cast<size_t>(i)];
+      if (row == kPadding) continue;
+      std::memcpy(pool + (row + page_offset) * element,
+                  in + (i * stride[0] + head * stride[1]) * element,
                   static_cast<size_t>(p.format.head_dim * element));
     }
   });

@@ -40,7 +40,7 @@ class Work {
       : p_(p),
         shares_(shares),
         heads_per_kv_(p.q_heads / p.kv.kv_heads),
-        unit_tiles_(p.split_tokens > 0 ? p.split_tokens / p.kv.format.group : 1) {
+        unit_tiles_(unit_tiles(p)) {
     for (int64_t seq = 0; seq < p.kv.seqs; ++seq) total_ += seq_cost(seq) * p.kv.kv_heads;
   }
 
@@ -53,7 +53,8 @@ class Work {
     const int64_t length = p_.kv.seq_lens[seq];
     const int64_t position = length - queries(seq) + query;
     *end = p_.causal ? std::max<int64_t>(position + 1, 0) : length;
-    *begin = p_.window_left < 0 ? 0 : std::max<int64_t>(position - p_.window_left, 0);
+    const bool sees_all = p_.window_left < 0 || position <= p_.window_left;
+    *begin = sees_all ? 0 : position - p_.window_left;
     if (*begin >= *end) *begin = *end = 0;
   }
 
@@ -137,6 +138,15 @@ class Work {
   }
 
  private:
+  /// A split longer than any sequence is as good as one of max_seq_len, and its costs cannot
+  /// overflow.
+  static int64_t unit_tiles(const DecodeParams& p) {
+    if (p.split_tokens <= 0) return 1;
+    const int64_t group = p.kv.format.group;
+    const int64_t most = std::max<int64_t>((p.max_seq_len + group - 1) / group, 1);
+    return std::min(p.split_tokens / group, most);
+  }
+
   WorkItem item_at(int64_t seq, int64_t row) const {
     WorkItem item{};
     item.seq = seq;

@@ -37,7 +37,6 @@ struct FitScratch {
   alignas(64) float q[kMaxLine];
   alignas(64) float inv_col[kMaxLine];
   alignas(64) float weight[kMaxLine];
-  alignas(64) float row_sums[kMaxLine];
   alignas(64) float col_sums[2][kMaxLine];
   alignas(64) float row_scale[kMaxLine];
   alignas(64) float alternative[kMaxLine];
@@ -135,9 +134,9 @@ inline void closed_form(const Tile& tile, float* col_scale, FitScratch& scratch)
 /// Sinkhorn determines the column scales but for a factor, and rounds that balance equally well
 /// differ in it; weights and rounding must not depend on that. Divides by the geometric mean.
 inline void fix_factor(float* col_scale, int cols) {
-  float log_sum = 0;
-  for (int j = 0; j < cols; ++j) log_sum += __builtin_log2f(col_scale[j]);
-  const float inverse = __builtin_exp2f(-log_sum / static_cast<float>(cols));
+  double log_sum = 0;
+  for (int j = 0; j < cols; ++j) log_sum += static_cast<double>(__builtin_log2f(col_scale[j]));
+  const float inverse = __builtin_exp2f(static_cast<float>(-log_sum / cols));
   for (int j = 0; j < cols; ++j) col_scale[j] *= inverse;
 }
 
@@ -164,6 +163,17 @@ inline void token_energy(const Tile& tile, float* __restrict energy) {
       for (int j = 0; j < tile.cols; ++j) energy[j] += t[j] * t[j];
     }
   }
+}
+
+/// The power of two that brings the root mean square of the tile to about 64. The clips of the
+/// normalization are absolute: the lower one would keep a small tile as it is.
+inline float size_factor(const Tile& tile, const float* energy) {
+  const int tokens = tile.rows_are_tokens ? tile.rows : tile.cols;
+  float sum = 0;
+  for (int i = 0; i < tokens; ++i) sum += energy[i];
+  if (!(sum > 0)) return 1;
+  const float mean_square = sum / static_cast<float>(tile.rows * tile.cols);
+  return __builtin_ldexpf(64.f, -static_cast<int>(round_even(__builtin_log2f(mean_square) / 2)));
 }
 
 // ---- fit = minmax -----------------------------------------------------------------------------
@@ -221,13 +231,15 @@ inline float minmax_codes(const Tile& tile, const float* __restrict col_scale, T
   return loss;
 }
 
-/// Sinkhorn's column scales, unless one massive token has driven them so far that the others are
-/// lost: then V does without and K takes the closed form. Returns the min-max fit of the choice.
-inline TileFit& sinkhorn_col_scale(const Tile& tile, int iterations, float* col_scale,
-                                   TileFit (&fits)[2], FitScratch& scratch) {
-  sinkhorn(tile.data, tile.rows, tile.cols, tile.stride, iterations, scratch.row_scale, col_scale,
-           scratch.normalize);
+/// Sinkhorn's column scales, of the tile as it is or `brought_to_size`, unless one massive token
+/// has driven them so far that the others are lost: then V does without and K takes the closed
+/// form. Returns the min-max fit of the choice.
+inline TileFit& sinkhorn_col_scale(const Tile& tile, int iterations, bool brought_to_size,
+                                   float* col_scale, TileFit (&fits)[2], FitScratch& scratch) {
   token_energy(tile, scratch.energy);
+  sinkhorn(tile.data, tile.rows, tile.cols, tile.stride,
+           brought_to_size ? size_factor(tile, scratch.energy) : 1.f, iterations, scratch.row_scale,
+           col_scale, scratch.normalize);
   const float loss = minmax_codes(tile, col_scale, fits[0], scratch);
   float* const alternative = scratch.alternative;
   if (tile.rows_are_tokens) {

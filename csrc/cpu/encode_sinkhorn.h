@@ -76,8 +76,8 @@ inline void add_row(const float* __restrict y, float scale, int cols, int count,
 /// row_scale and col_scale of x [rows][cols], rows `stride` apart: those of the best round. Rows
 /// and columns that are constant in x keep scale 1 and stay out of the imbalance. scratch:
 /// normalize_scratch_floats(rows, cols).
-inline void sinkhorn(const float* x, int rows, int cols, int64_t stride, int iterations,
-                     float* row_scale, float* col_scale, float* scratch) {
+inline void sinkhorn(const float* x, int rows, int cols, int64_t stride, float factor,
+                     int iterations, float* row_scale, float* col_scale, float* scratch) {
   float* const row = scratch;
   float* const row_active = row + rows;  // 0 or 1, as col_active
   float* const col = row_active + rows;
@@ -89,14 +89,17 @@ inline void sinkhorn(const float* x, int rows, int cols, int64_t stride, int ite
   float* const y = squares + cols;
 
   for (int i = 0; i < rows; ++i) row[i] = row_scale[i] = 1;
-  for (int j = 0; j < cols; ++j) col[j] = col_scale[j] = inv_col[j] = 1;
+  for (int j = 0; j < cols; ++j) {
+    col[j] = col_scale[j] = 1;
+    inv_col[j] = factor;
+  }
   float best = 0;
   for (int round = 0; round <= iterations; ++round) {
     if (round > 0) {
       for (int j = 0; j < cols; ++j) {
         if (col_active[j] == 0) continue;
         col[j] = clip(col[j] * clip(col_deviation[j], 1e-3f, 1e3f), kMinFactor, kMaxFactor);
-        inv_col[j] = 1 / col[j];
+        inv_col[j] = factor / col[j];
       }
     }
     for (int j = 0; j < cols; ++j) mean[j] = squares[j] = 0;
@@ -132,7 +135,7 @@ inline void sinkhorn(const float* x, int rows, int cols, int64_t stride, int ite
 
 inline void normalize(float* x, int rows, int cols, int iterations, float* row_scale,
                       float* col_scale, float* scratch) {
-  sinkhorn(x, rows, cols, cols, iterations, row_scale, col_scale, scratch);
+  sinkhorn(x, rows, cols, cols, 1.f, iterations, row_scale, col_scale, scratch);
   for (int i = 0; i < rows; ++i) {
     float* const y = x + static_cast<int64_t>(i) * cols;
     const float scale = row_scale[i];

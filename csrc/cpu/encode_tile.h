@@ -103,9 +103,14 @@ inline void raise_scale(const Tile& tile, int i, TileFit& fit, FitScratch& scrat
   const float centre = fit.offset[i] + fit.scale[i] * levels / 2;
   fit.scale[i] = scale;
   fit.offset[i] = centre - scale * static_cast<float>(1 << (tile.bits - 1));
-  take_codes<false>(tile.row(i), nullptr, scale, fit.offset[i] - fit.mean[i], levels,
-                    scratch.weight, 0, tile.cols, scratch.q);
-  store_codes(scratch.q, tile.cols, fit.codes + i * tile.stride);
+  const float* const __restrict x = tile.row(i);
+  float* const __restrict q = scratch.q;
+  const float offset = fit.offset[i] - fit.mean[i];
+  const float inverse = inverse_or_0(scale);
+  for (int j = 0; j < tile.cols; ++j) {
+    q[j] = round_even(clip((x[j] - offset) * inverse, 0.f, levels));
+  }
+  store_codes(q, tile.cols, fit.codes + i * tile.stride);
 }
 
 inline bool scale_too_small(const TileFit& fit, int i) {
@@ -123,7 +128,7 @@ inline TileFit& fit_tile(const Tile& tile, Fit fit, int iterations, float* col_s
                          EncodeScratch& scratch) {
   TileFit* result = &scratch.fits[0];
   if (fit == Fit::kMinMax) {
-    result = &sinkhorn_col_scale(tile, iterations, col_scale, scratch.fits, scratch.fit);
+    result = &sinkhorn_col_scale(tile, iterations, false, col_scale, scratch.fits, scratch.fit);
     for (int i = 0; i < tile.rows; ++i) {
       if (!scale_too_small(*result, i)) continue;
       float* const t = tile.row(i);
@@ -131,7 +136,7 @@ inline TileFit& fit_tile(const Tile& tile, Fit fit, int iterations, float* col_s
     }
   } else {
     if (iterations > 0) {
-      sinkhorn_col_scale(tile, iterations, col_scale, scratch.fits, scratch.fit);
+      sinkhorn_col_scale(tile, iterations, true, col_scale, scratch.fits, scratch.fit);
       fix_factor(col_scale, tile.cols);
     } else {
       closed_form(tile, col_scale, scratch.fit);

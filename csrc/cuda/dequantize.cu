@@ -290,8 +290,8 @@ template <int kDim>
 constexpr int kScratchBytes = kDim * static_cast<int>(sizeof(float)) +
                               kDim / kFragmentDim * kWarpLanes * static_cast<int>(sizeof(uint4));
 
-/// A block takes record after record. The next K part comes in while V is at work, and the next V
-/// part while K is.
+/// A block takes record after record, K and V in turn; while it works on one part the next comes
+/// in.
 template <int kDim>
 __global__ void __launch_bounds__(kThreads, kDim == 64    ? 5
                                             : kDim == 128 ? 4
@@ -300,11 +300,11 @@ __global__ void __launch_bounds__(kThreads, kDim == 64    ? 5
   extern __shared__ __align__(16) uint8_t shared[];
   uint8_t* const buffer = shared + kScratchBytes<kDim>;
   const RecordLayout layout = record_layout(p.format);
-  const int64_t records = p.tiles * p.heads;
-  const auto fetch = [&](int64_t record, int begin, int end) {
+  const unsigned records = static_cast<unsigned>(p.tiles * p.heads);
+  const auto fetch = [&](unsigned record, int begin, int end) {
     if (record < records) {
-      const int64_t tile = record / p.heads;
-      const int64_t head = record - tile * p.heads;
+      const int64_t tile = record / static_cast<unsigned>(p.heads);
+      const int64_t head = record % static_cast<unsigned>(p.heads);
       device::copy_to_shared<kThreads>(
           buffer + begin, p.records + tile * p.record_stride[0] + head * p.record_stride[1] + begin,
           end - begin);
@@ -312,9 +312,9 @@ __global__ void __launch_bounds__(kThreads, kDim == 64    ? 5
     device::copy_async_commit();
   };
   const auto field = [&](int offset) { return reinterpret_cast<const __half*>(buffer + offset); };
-  const auto rows_of = [&](void* out, const int64_t (&stride)[3], int64_t record) {
-    const int64_t tile = record / p.heads;
-    const int64_t head = record - tile * p.heads;
+  const auto rows_of = [&](void* out, const int64_t (&stride)[3], unsigned record) {
+    const int64_t tile = record / static_cast<unsigned>(p.heads);
+    const int64_t head = record % static_cast<unsigned>(p.heads);
     return Rows{static_cast<char*>(out) + (tile * stride[0] + head * stride[2]) * size_of(p.dtype),
                 stride[1]};
   };
@@ -322,26 +322,24 @@ __global__ void __launch_bounds__(kThreads, kDim == 64    ? 5
   uint4* const b = reinterpret_cast<uint4*>(shared + kDim * sizeof(float));
 
   fetch(blockIdx.x, 0, layout.value_codes);
-  fetch(blockIdx.x, layout.value_codes, layout.bytes);
 #pragma unroll 1
-  for (int64_t record = blockIdx.x; record < records; record += gridDim.x) {
-    device::copy_async_wait<1>();
+  for (unsigned record = blockIdx.x; record < records; record += gridDim.x) {
+    // After the barrier K is there, and nobody needs the V before it any more.
+    device::copy_async_wait<0>();
     __syncthreads();
+    fetch(record, layout.value_codes, layout.bytes);
     dequantize_part<kDim, true>(
         {buffer, field(layout.key_channel_scale), field(layout.key_zero_point),
          field(layout.key_token_scale), start, b},
         rows_of(p.key, p.key_stride, record), p, aligned);
+
+    device::copy_async_wait<0>();
     __syncthreads();
     fetch(record + gridDim.x, 0, layout.value_codes);
-
-    device::copy_async_wait<1>();
-    __syncthreads();
     dequantize_part<kDim, false>(
         {buffer + layout.value_codes, field(layout.value_channel_scale),
          field(layout.value_zero_point), field(layout.value_token_scale), start, b},
         rows_of(p.value, p.value_stride, record), p, aligned);
-    __syncthreads();
-    fetch(record + gridDim.x, layout.value_codes, layout.bytes);
   }
 }
 
@@ -362,6 +360,7 @@ template <int kDim>
 Status run(const DequantizeParams& p) {
   const int64_t records = p.tiles * p.heads;
   if (records == 0) return {};
+  if (Status status = check_grid("records", records); !status.ok()) return status;
   const size_t shared_bytes = kScratchBytes<kDim> + record_layout(p.format).bytes;
   if (Status status = allow_shared_memory(dequantize_kernel<kDim>, shared_bytes); !status.ok()) {
     return status;

@@ -46,9 +46,9 @@ struct Jobs {
 
 template <class Shape>
 struct Shared {
-  static constexpr int kScratch = 4 * (Shape::kWarps > Shape::kSplit * Shape::kRows ? Shape::kWarps
-                                       : Shape::kSplit > 1 ? Shape::kSplit * Shape::kRows
-                                                           : 1);
+  static constexpr int kScratch =
+      4 * (Shape::kSplit == 1 ? Shape::kWarps : Shape::kSplit * Shape::kRows);
+  static_assert(kScratch >= 4 * Shape::kWarps);
   static constexpr int kUnionBytes = 2 * Shape::kPartialFloats * static_cast<int>(sizeof(float));
   static_assert(kUnionBytes >= 2 * Shape::kTokens * Shape::kDim);
   static_assert(kUnionBytes >= Shape::kRows * Shape::kCodePitch);
@@ -121,9 +121,10 @@ __device__ __forceinline__ PartFields fields_of(const Jobs& jobs, const Job& job
 /// energy: the summed squares of each token; tokens: as in device::Live. A token is dead if it has
 /// NaN or infinity or nothing but zeros: its sum tells. Dead ones become 0 in x.
 template <class Shape>
-__device__ __forceinline__ void find_live(const device::TileThread<Shape>& at,
+__device__ __forceinline__ void find_live(const device::TileThread<Shape>& place,
                                           float (&x)[Shape::kElements], float* energy,
                                           float* tokens) {
+  const device::TileThread<Shape> at = place.again();
   const auto alive = [](float sum) { return sum > 0.f && sum < __int_as_float(0x7f800000); };
   int count = 0;
   float first = device::Min::kNeutral;
@@ -158,10 +159,10 @@ __device__ __forceinline__ void find_live(const device::TileThread<Shape>& at,
     for (int row = 1; row >= 0; --row) {
       const float sum = sums[0][row];
       if (at.first_of_row()) {
-        energy[at.row() + 8 * row] = sum;
-        tokens[at.row() + 8 * row] = alive(sum) ? 1.f : 0.f;
+        energy[at.row + 8 * row] = sum;
+        tokens[at.row + 8 * row] = alive(sum) ? 1.f : 0.f;
       }
-      if (alive(sum)) first = static_cast<float>(at.row() + 8 * row);
+      if (alive(sum)) first = static_cast<float>(at.row + 8 * row);
       count += __syncthreads_count(alive(sum) && at.first_of_row());
     }
   }
@@ -185,7 +186,7 @@ __device__ __forceinline__ void find_live(const device::TileThread<Shape>& at,
     for (int c = 0; c < 4; ++c) {
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
-        const float one = Shape::kKey ? keep[c] : tokens[at.row() + 8 * row];
+        const float one = Shape::kKey ? keep[c] : tokens[at.row + 8 * row];
         if (one == 0.f) x[device::tile_element(g, row, c)] = 0.f;
       }
     }
@@ -206,17 +207,16 @@ __device__ __forceinline__ void quantize_part(const Jobs& jobs, uint8_t* shared)
   float* const sinkhorn = arrays + 4 * Shape::kCols;
   float* const energy = arrays + 6 * Shape::kCols + 4;
   float* const tokens = energy + Shape::kTokens;
-  const device::TileThread<Shape> at(reinterpret_cast<float*>(shared), tokens + Shape::kTokens + 4);
-  const int bits = Shape::kKey ? jobs.format.key_bits : jobs.format.value_bits;
-  const float levels = static_cast<float>((1 << bits) - 1);
-
   float x[Shape::kElements];
   {
     const Job job = job_of(jobs);
     if (job.skipped) return;
-    device::load_rotated(at, tokens_of<Shape>(jobs, job), reinterpret_cast<uint4*>(shared), x);
+    device::load_rotated<Shape>(tokens_of<Shape>(jobs, job), reinterpret_cast<uint4*>(shared), x);
     __syncthreads();
   }
+  const device::TileThread<Shape> at(reinterpret_cast<float*>(shared), tokens + Shape::kTokens + 4);
+  const int bits = Shape::kKey ? jobs.format.key_bits : jobs.format.value_bits;
+  const float levels = static_cast<float>((1 << bits) - 1);
   find_live(at, x, energy, tokens);
   const device::Live live = {tokens};
 
@@ -283,7 +283,7 @@ __device__ __forceinline__ void quantize_part(const Jobs& jobs, uint8_t* shared)
   if (at.first_of_row()) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const int index = at.row() + 8 * row;
+      const int index = at.row + 8 * row;
       float scale = device::half_rounded(device::divide(rows.scale[row], factor));
       const float stored = scale * factor;
       float zero_point = stored == 0.f ? 0.f

@@ -60,7 +60,7 @@ __device__ __forceinline__ uint32_t code_bytes_of(const float (&q)[4]) {
 template <class Shape>
 __device__ __forceinline__ void put_codes(const TileThread<Shape>& at, uint8_t* codes, int g,
                                           int row, uint32_t bytes) {
-  *reinterpret_cast<uint32_t*>(codes + (at.row() + 8 * row) * Shape::kCodePitch + at.col + 16 * g) =
+  *reinterpret_cast<uint32_t*>(codes + (at.row + 8 * row) * Shape::kCodePitch + at.col + 16 * g) =
       bytes;
 }
 
@@ -82,8 +82,9 @@ __device__ __forceinline__ float token_rms(const TileThread<Shape>& at, const Li
 /// V in closed form: of the tokens divided by their deviations, the channel's geometric mean of
 /// deviation and root mean square, where the former counts at least an eighth of the latter.
 template <class Shape>
-__device__ __forceinline__ float channel_spread(const TileThread<Shape>& at,
+__device__ __forceinline__ float channel_spread(const TileThread<Shape>& place,
                                                 const float (&x)[Shape::kElements]) {
+  const TileThread<Shape> at = place.again();
   float mean[1][2];
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
@@ -156,10 +157,11 @@ __device__ __forceinline__ float limited_col_scale(float scale) {
 /// Codes over the whole range of each row; also into fit what scale and offset that makes.
 /// Returns the sum over tokens of squared error / energy.
 template <class Shape, bool kPutCodes>
-__device__ __forceinline__ float minmax_codes(const TileThread<Shape>& at,
+__device__ __forceinline__ float minmax_codes(const TileThread<Shape>& place,
                                               const float (&x)[Shape::kElements], const Live& live,
                                               const ColumnArrays<Shape>& columns, float levels,
                                               const float* energy, RowFit& fit) {
+  const TileThread<Shape> at = place.again();
   const bool all = live.all<Shape>();
   float ends[2][2] = {{Min::kNeutral, Min::kNeutral}, {Min::kNeutral, Min::kNeutral}};
 #pragma unroll
@@ -191,6 +193,7 @@ __device__ __forceinline__ float minmax_codes(const TileThread<Shape>& at,
     per_level[row] = inverse_or_0(range);
   }
   float row_errors[1][2] = {};
+  forget_loads();
 #pragma unroll
   for (int g = 0; g < Shape::kGroups; ++g) {
     float inverse[4];
@@ -234,7 +237,7 @@ __device__ __forceinline__ float minmax_codes(const TileThread<Shape>& at,
     reduce_rows<Sum>(at, row_errors);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const int token = at.row() + 8 * row;
+      const int token = at.row + 8 * row;
       if (at.first_of_row() && live.tokens[token] != 0.f) {
         loss[0] += divide(row_errors[0][row], energy[token]);
       }
@@ -316,10 +319,11 @@ struct RowMoments {
 /// x -> x less its weighted mean, which is returned in `mean`; the sum is in sums on entry.
 /// With kRange also the ends of the row.
 template <class Shape, bool kRange>
-__device__ __forceinline__ void centre(const TileThread<Shape>& at, float (&x)[Shape::kElements],
+__device__ __forceinline__ void centre(const TileThread<Shape>& place, float (&x)[Shape::kElements],
                                        const Live& live, const float* weight,
                                        const float (&mean)[2], RowMoments& moments,
                                        float (&ends)[2][2]) {
+  const TileThread<Shape> at = place.again();
   forget_loads();
   const bool all = live.all<Shape>();
   float sums[2][2] = {};
@@ -356,6 +360,29 @@ __device__ __forceinline__ void centre(const TileThread<Shape>& at, float (&x)[S
   }
 }
 
+template <class Shape>
+__device__ __forceinline__ void weighted_mean(const TileThread<Shape>& place,
+                                              const float (&x)[Shape::kElements],
+                                              const float* weight, float (&mean)[1][2]) {
+  const TileThread<Shape> at = place.again();
+  forget_loads();
+  mean[0][0] = mean[0][1] = 0.f;
+#pragma unroll
+  for (int g = 0; g < Shape::kGroups; ++g) {
+    if (g > 0 && g % 2 == 0) forget_loads();
+    float w[4];
+    unpack(at.columns(weight, g), w);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        mean[0][row] = fmaf(w[c], x[tile_element(g, row, c)], mean[0][row]);
+      }
+    }
+  }
+  reduce_rows<Sum>(at, mean);
+}
+
 /// Codes of a row of x and their weighted moments.
 struct CodeMoments {
   float mean[2];
@@ -364,11 +391,12 @@ struct CodeMoments {
 };
 
 template <class Shape, bool kShifted, bool kPutCodes>
-__device__ __forceinline__ CodeMoments take_codes(const TileThread<Shape>& at,
+__device__ __forceinline__ CodeMoments take_codes(const TileThread<Shape>& place,
                                                   const float (&x)[Shape::kElements],
                                                   const ColumnArrays<Shape>& columns,
                                                   const float (&scale)[2], const float (&offset)[2],
                                                   const float (&rest)[2], float levels) {
+  const TileThread<Shape> at = place.again();
   forget_loads();
   const float per_level = divide(1.f, levels);
   float a0[2];
@@ -450,7 +478,7 @@ __device__ __forceinline__ void restore_gain(const CodeMoments& m, const RowMome
 /// On entry the column threads bring the column scale, fp16 already; on return they have the
 /// refitted one, codes are in columns.codes, and x is x / col_scale less fit.mean.
 template <class Shape>
-__device__ __forceinline__ void unbiased_codes(const TileThread<Shape>& at,
+__device__ __forceinline__ void unbiased_codes(const TileThread<Shape>& place,
                                                float (&x)[Shape::kElements], const Live& live,
                                                float col_scale, int bits,
                                                const ColumnArrays<Shape>& columns, RowFit& fit) {
@@ -461,25 +489,23 @@ __device__ __forceinline__ void unbiased_codes(const TileThread<Shape>& at,
   float mean[1][2] = {};
 
   // A first fit of the rows.
-  put_weights(at, live, col_scale, columns);
+  put_weights(place, live, col_scale, columns);
+  {
+    const TileThread<Shape> at = place.again();
 #pragma unroll
-  for (int g = 0; g < Shape::kGroups; ++g) {
-    float inverse[4];
-    float w[4];
-    unpack(at.columns(columns.inverse, g), inverse);
-    unpack(at.columns(columns.weight, g), w);
+    for (int g = 0; g < Shape::kGroups; ++g) {
+      if (g > 0 && g % 2 == 0) forget_loads();  // no more than two groups' loads at a time
+      float inverse[4];
+      unpack(at.columns(columns.inverse, g), inverse);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
+      for (int c = 0; c < 4; ++c) {
 #pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        float& element = x[tile_element(g, row, c)];
-        element *= inverse[c];
-        mean[0][row] = fmaf(w[c], element, mean[0][row]);
+        for (int row = 0; row < 2; ++row) x[tile_element(g, row, c)] *= inverse[c];
       }
     }
   }
-  reduce_rows<Sum>(at, mean);
-  centre<Shape, true>(at, x, live, columns.weight, mean[0], moments, ends);
+  weighted_mean(place, x, columns.weight, mean);
+  centre<Shape, true>(place, x, live, columns.weight, mean[0], moments, ends);
   const float range = start_range(bits, Shape::kCols);
   float scale[2];
   float offset[2];
@@ -497,13 +523,14 @@ __device__ __forceinline__ void unbiased_codes(const TileThread<Shape>& at,
       a0[row] = inverse_or_0(scale[row]) * per_level;
       a1[row] = -offset[row] * a0[row];
     }
-    refit(take_codes<Shape, false, false>(at, x, columns, scale, offset, moments.rest, levels),
+    refit(take_codes<Shape, false, false>(place, x, columns, scale, offset, moments.rest, levels),
           moments.rest, scale, offset);
   }
 
   // The columns. Rows count by the inverse of their variance, lest one massive token decide; one
   // that is constant but for rounding errors must not either.
   {
+    const TileThread<Shape> at = place.again();
     float share[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -547,40 +574,41 @@ __device__ __forceinline__ void unbiased_codes(const TileThread<Shape>& at,
   float old_mean[2] = {mean[0][0], mean[0][1]};
   // Opaque, lest the sums of the pass before be kept in registers instead of x.
   asm volatile("" : "+f"(old_mean[0]), "+f"(old_mean[1]));
-  mean[0][0] = mean[0][1] = 0.f;
+  {
+    const TileThread<Shape> at = place.again();
 #pragma unroll
-  for (int g = 0; g < Shape::kGroups; ++g) {
-    float ratio[4];
-    float w[4];
-    unpack(at.columns(columns.change, g), ratio);
-    unpack(at.columns(columns.weight, g), w);
+    for (int g = 0; g < Shape::kGroups; ++g) {
+      if (g > 0 && g % 2 == 0) forget_loads();
+      float ratio[4];
+      unpack(at.columns(columns.change, g), ratio);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
+      for (int c = 0; c < 4; ++c) {
 #pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        float& element = x[tile_element(g, row, c)];
-        element = (element + old_mean[row]) * ratio[c];
-        mean[0][row] = fmaf(w[c], element, mean[0][row]);
+        for (int row = 0; row < 2; ++row) {
+          float& element = x[tile_element(g, row, c)];
+          element = (element + old_mean[row]) * ratio[c];
+        }
       }
     }
   }
-  reduce_rows<Sum>(at, mean);
-  centre<Shape, false>(at, x, live, columns.weight, mean[0], moments, ends);
+  weighted_mean(place, x, columns.weight, mean);
+  centre<Shape, false>(place, x, live, columns.weight, mean[0], moments, ends);
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
     offset[row] -= mean[0][row];
     fit.mean[row] = mean[0][row];
   }
-  refit(take_codes<Shape, false, false>(at, x, columns, scale, offset, moments.rest, levels),
+  refit(take_codes<Shape, false, false>(place, x, columns, scale, offset, moments.rest, levels),
         moments.rest, scale, offset);
   const CodeMoments m =
-      take_codes<Shape, false, Shape::kKey>(at, x, columns, scale, offset, moments.rest, levels);
+      take_codes<Shape, false, Shape::kKey>(place, x, columns, scale, offset, moments.rest, levels);
   const float used_scale[2] = {scale[0], scale[1]};  // that made the last codes
   const float used_offset[2] = {offset[0], offset[1]};
   restore_gain(m, moments, scale, offset);
 
   // V: the codes once more, such that the error of each channel has no mean.
   if constexpr (!Shape::kKey) {
+    const TileThread<Shape> at = place.again();
     float inverse[2];
     float limit[2];
     float counted[1] = {0.f};
@@ -615,7 +643,7 @@ __device__ __forceinline__ void unbiased_codes(const TileThread<Shape>& at,
       columns.change[at.own_col()] = counted[0] > 0.f ? divide(error, counted[0]) : 0.f;
     }
     __syncthreads();
-    const CodeMoments shifted = take_codes<Shape, true, true>(at, x, columns, used_scale,
+    const CodeMoments shifted = take_codes<Shape, true, true>(place, x, columns, used_scale,
                                                               used_offset, moments.rest, levels);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -635,9 +663,10 @@ __device__ __forceinline__ void unbiased_codes(const TileThread<Shape>& at,
 /// its scale is raised, the centre of its range kept, and its codes are taken again. x: as x /
 /// col_scale less fit.mean.
 template <class Shape>
-__device__ __forceinline__ void raise_scales(const TileThread<Shape>& at,
+__device__ __forceinline__ void raise_scales(const TileThread<Shape>& place,
                                              const float (&x)[Shape::kElements], int bits,
                                              const ColumnArrays<Shape>& columns, RowFit& fit) {
+  const TileThread<Shape> at = place.again();
   const float levels = static_cast<float>((1 << bits) - 1);
 #pragma unroll
   for (int row = 0; row < 2; ++row) {

@@ -123,18 +123,20 @@ __device__ __forceinline__ uint32_t sign_pair(int n, int k, bool rotated) {
 
 /// x += the tokens in shared memory times the signs.
 template <class Shape, bool kBFloat16>
-__device__ __forceinline__ void multiply_signs(const TileThread<Shape>& at, const uint4* shared,
-                                               bool rotated, float (&x)[Shape::kElements]) {
+__device__ __forceinline__ void multiply_signs(const uint4* shared, bool rotated,
+                                               float (&x)[Shape::kElements]) {
   constexpr uint32_t kSigns = 0x80008000u;
   // Opaque, lest the addresses that the fp16 and the bf16 version share be kept in registers.
-  int lane = at.lane();
-  asm volatile("" : "+r"(lane));
+  const int thread = TileThread<Shape>::thread();
+  const int lane = thread % kWarpLanes;
+  const int strip = thread / kWarpLanes / Shape::kSplit;
+  const int first_col = thread / kWarpLanes % Shape::kSplit * Shape::kWarpCols;
   const int r = lane / 4;
   const int t = lane % 4;
   const int matrix = lane / 8;  // whose row this lane addresses for ldmatrix
   const int matrix_row = lane % 8;
   // The 16 channels that a warp of K, or a group of columns of V, is about: k / 16 of the diagonal.
-  const int block = Shape::kKey ? at.strip() : at.first_col() / 16;
+  const int block = Shape::kKey ? strip : first_col / 16;
 
   uint32_t signs[4];  // K: the A operand; V: the B operands of even and odd n-tiles
 #pragma unroll
@@ -154,7 +156,7 @@ __device__ __forceinline__ void multiply_signs(const TileThread<Shape>& at, cons
 #pragma unroll
       for (int i = 0; i < 4; ++i) a[i] = signs[i] ^ flip;
     } else {
-      const int token = at.strip() * Shape::kStripRows + matrix % 2 * 8 + matrix_row;
+      const int token = strip * Shape::kStripRows + matrix % 2 * 8 + matrix_row;
       load_matrix_x4(a, shared + chunk_place<Shape::kDim>(token, 2 * k + matrix / 2));
 #pragma unroll
       for (int i = 0; i < 4; ++i) a[i] ^= flip;
@@ -163,8 +165,7 @@ __device__ __forceinline__ void multiply_signs(const TileThread<Shape>& at, cons
     for (int g = 0; g < Shape::kGroups; ++g) {
       uint32_t b[4];
       if constexpr (Shape::kKey) {
-        const int token =
-            at.first_col() + 16 * g + matrix_row / 2 * 4 + matrix / 2 * 2 + matrix_row % 2;
+        const int token = first_col + 16 * g + matrix_row / 2 * 4 + matrix / 2 * 2 + matrix_row % 2;
         load_matrix_x4(b, shared + chunk_place<Shape::kDim>(token, 2 * k + matrix % 2));
       } else {
         if (rotated && k != block + g) continue;
@@ -181,8 +182,8 @@ __device__ __forceinline__ void multiply_signs(const TileThread<Shape>& at, cons
 
 /// x = the rotated tile. `shared`: kTokens * kDim 16-bit numbers; free again after a barrier.
 template <class Shape>
-__device__ __forceinline__ void load_rotated(const TileThread<Shape>& at, const TokenRows& in,
-                                             uint4* shared, float (&x)[Shape::kElements]) {
+__device__ __forceinline__ void load_rotated(const TokenRows& in, uint4* shared,
+                                             float (&x)[Shape::kElements]) {
 #pragma unroll
   for (int i = 0; i < Shape::kElements; ++i) x[i] = 0;
   const int planes = in.dtype == DType::kFloat32 ? 3 : 1;
@@ -192,9 +193,9 @@ __device__ __forceinline__ void load_rotated(const TileThread<Shape>& at, const 
     load_tokens<Shape>(in, plane, shared);
     __syncthreads();
     if (in.dtype == DType::kFloat16) {
-      multiply_signs<Shape, false>(at, shared, in.rotated, x);
+      multiply_signs<Shape, false>(shared, in.rotated, x);
     } else {
-      multiply_signs<Shape, true>(at, shared, in.rotated, x);
+      multiply_signs<Shape, true>(shared, in.rotated, x);
     }
   }
   constexpr float kNorm = orthonormal_scale(Shape::kDim);

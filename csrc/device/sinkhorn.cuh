@@ -60,10 +60,11 @@ __device__ __forceinline__ float spread(float lo, float hi) {
 
 /// The column scale of the best round, for the column threads. shared: 2 * kCols + 1 floats.
 template <class Shape>
-__device__ __forceinline__ float sinkhorn_col_scale(const TileThread<Shape>& at,
+__device__ __forceinline__ float sinkhorn_col_scale(const TileThread<Shape>& place,
                                                     const float (&x)[Shape::kElements],
                                                     const Live& live, int iterations,
                                                     float* shared) {
+  const TileThread<Shape> at = place.again();
   float* const inv_col = shared;
   float* const first_row = shared + Shape::kCols;  // of x
   float* const first_row_inverse = shared + 2 * Shape::kCols;
@@ -85,7 +86,7 @@ __device__ __forceinline__ float sinkhorn_col_scale(const TileThread<Shape>& at,
           first_col[0][row] = x[tile_element(g, row, c)];
         }
       }
-      if (at.row() + 8 * row == first_row_index) {
+      if (at.row + 8 * row == first_row_index) {
         *reinterpret_cast<float4*>(first_row + at.col + 16 * g) = {
             x[tile_element(g, row, 0)], x[tile_element(g, row, 1)], x[tile_element(g, row, 2)],
             x[tile_element(g, row, 3)]};
@@ -149,15 +150,15 @@ __device__ __forceinline__ float sinkhorn_col_scale(const TileThread<Shape>& at,
         hi = fmaxf(hi, now);
       }
       inv_row[row] = divide(1.f, row_scale[row]);
-      if (at.row() + 8 * row == first_row_index && at.col == 0) *first_row_inverse = inv_row[row];
+      if (at.row + 8 * row == first_row_index && at.col == 0) *first_row_inverse = inv_row[row];
     }
     __syncthreads();
 
     const float first_inverse = *first_row_inverse;
     float row_mask[2] = {1.f, 1.f};
     if (!Shape::kKey && !all) {
-      row_mask[0] = live.tokens[at.row()];
-      row_mask[1] = live.tokens[at.row() + 8];
+      row_mask[0] = live.tokens[at.row];
+      row_mask[1] = live.tokens[at.row + 8];
     }
 #pragma unroll
     for (int g = 0; g < Shape::kGroups; ++g) {

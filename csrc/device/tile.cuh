@@ -45,26 +45,25 @@ constexpr KVARN_HD int tile_element(int g, int row, int column) {
 /// A thread's place in the tile, and shared memory for its sums.
 template <class Shape>
 struct TileThread {
+  int row;         ///< the first of the thread's two; the other is row + 8
   int col;         ///< of group 0; the others are 16 further each
+  int slot;        ///< of its partial sums of columns
   float* partial;  ///< [2][kPartialFloats]
   float* scratch;  ///< [4 * max(kWarps, kSplit * kRows)]
 
   __device__ __forceinline__ TileThread(float* partial_sums, float* scratch_floats)
       : partial(partial_sums), scratch(scratch_floats) {
-    col = first_col() + lane() % 4 * 4;
+    const int t = thread();
+    const int strip = t / kWarpLanes / Shape::kSplit;
+    row = strip * Shape::kStripRows + t % kWarpLanes / 4;
+    col = t / kWarpLanes % Shape::kSplit * Shape::kWarpCols + t % 4 * 4;
+    slot = strip * 8 + t % kWarpLanes / 4;
   }
 
+  /// The same, computed anew: a place that is kept from one pass to the next costs registers.
+  __device__ __forceinline__ TileThread again() const { return {partial, scratch}; }
+
   __device__ __forceinline__ int lane() const { return threadIdx.x % kWarpLanes; }
-  __device__ __forceinline__ int warp() const { return threadIdx.x / kWarpLanes; }
-  __device__ __forceinline__ int strip() const { return warp() / Shape::kSplit; }
-  __device__ __forceinline__ int first_col() const {
-    return warp() % Shape::kSplit * Shape::kWarpCols;
-  }
-  /// The first of the thread's two rows; the other is row() + 8.
-  __device__ __forceinline__ int row() const {
-    const int t = thread();
-    return t / kWarpLanes / Shape::kSplit * Shape::kStripRows + t % kWarpLanes / 4;
-  }
   /// Whose column thread this is.
   __device__ __forceinline__ int own_col() const { return thread() / Shape::kColThreads; }
   /// One thread for each column, one for each row.
@@ -119,14 +118,14 @@ __device__ __forceinline__ void reduce_rows(const TileThread<Shape>& at, float (
   }
   if constexpr (Shape::kSplit > 1) {
     static_assert(N <= 4);
-    const int split = at.warp() % Shape::kSplit;
+    const int split = at.col / Shape::kWarpCols;
     __syncthreads();
     if (at.lane() % 4 == 0) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-          at.scratch[(i * Shape::kSplit + split) * Shape::kRows + at.row() + 8 * row] =
+          at.scratch[(i * Shape::kSplit + split) * Shape::kRows + at.row + 8 * row] =
               values[i][row];
         }
       }
@@ -139,7 +138,7 @@ __device__ __forceinline__ void reduce_rows(const TileThread<Shape>& at, float (
         float all = Op::kNeutral;
 #pragma unroll
         for (int s = 0; s < Shape::kSplit; ++s) {
-          all = op(all, at.scratch[(i * Shape::kSplit + s) * Shape::kRows + at.row() + 8 * row]);
+          all = op(all, at.scratch[(i * Shape::kSplit + s) * Shape::kRows + at.row + 8 * row]);
         }
         values[i][row] = all;
       }
@@ -151,9 +150,8 @@ __device__ __forceinline__ void reduce_rows(const TileThread<Shape>& at, float (
 template <class Shape>
 __device__ __forceinline__ void put_partial(const TileThread<Shape>& at, int quantity, int g,
                                             float4 values) {
-  const int slot = at.strip() * 8 + at.lane() / 4;
-  *reinterpret_cast<float4*>(at.partial + quantity * Shape::kPartialFloats + slot * Shape::kPitch +
-                             at.col + 16 * g) = values;
+  *reinterpret_cast<float4*>(at.partial + quantity * Shape::kPartialFloats +
+                             at.slot * Shape::kPitch + at.col + 16 * g) = values;
 }
 
 /// Column threads: the sum of their column (after a barrier that follows put_partial).

@@ -267,6 +267,8 @@ void quantize_tiles(const Tensor& key, const Tensor& value, int64_t key_bits, in
   args.input("value", value, {key.scalar_type()}, shape_of(key));
   args.output("records", records, ScalarType::Byte,
               {key.size(0), key.size(2), record_layout(p.format).bytes});
+  args.apart("records", records, "key", key);
+  args.apart("records", records, "value", value);
   p.key = data_of(key);
   p.value = data_of(value);
   p.dtype = dtype_of(key);
@@ -294,6 +296,8 @@ void dequantize_tiles(const Tensor& records, int64_t key_bits, int64_t value_bit
   args.output("key", key, key.scalar_type(), shape);
   args.output("value", value, key.scalar_type(), shape);
   args.apart("key", key, "value", value);
+  args.apart("key", key, "records", records);
+  args.apart("value", value, "records", records);
   p.records = static_cast<const uint8_t*>(data_of(records));
   copy_strides(records, p.record_stride);
   p.key = output_of<void>(key);
@@ -369,6 +373,7 @@ void unpack_records(const Tensor& records, int64_t key_bits, int64_t value_bits,
       });
   for (size_t i = 0; i < canonical.size(); ++i) {
     for (size_t j = 0; j < i; ++j) args.apart("an output", canonical[i], "another", canonical[j]);
+    args.apart("an output", canonical[i], "records", records);
   }
   args.ok(
       Backend(args.device()).unpack_records(canonical_params(args, format, records, canonical)));
@@ -395,6 +400,7 @@ void pack_records(const Tensor& key_codes, const Tensor& key_channel_scale,
         args.input(name, t, {dtype}, shape, Layout::kContiguous);
       });
   args.output("records", records, ScalarType::Byte, {tiles, heads, record_layout(format).bytes});
+  for (const Tensor& t : canonical) args.apart("records", records, "an input", t);
   args.ok(Backend(args.device()).pack_records(canonical_params(args, format, records, canonical)));
 }
 
@@ -434,6 +440,8 @@ void append_kv(const Tensor& key, const Tensor& value, const Tensor& slot_mappin
   p.slot_mapping = index_array(args, "slot_mapping", slot_mapping, p.tokens);
   p.staging = staging_of<Backend>(args, staging, p.format, key.size(1));
   args.output("staging", staging, key.scalar_type(), shape_of(staging));
+  args.apart("staging", staging, "key", key);
+  args.apart("staging", staging, "value", value);
   p.block_slot = index_array(args, "block_slot", block_slot, "num_blocks");
   p.blocks = block_slot.size(0);
   p.key = data_of(key);
@@ -458,6 +466,7 @@ void seal_blocks(const Tensor& staging, const Tensor& slots, const Tensor& block
   p.blocks = index_array(args, "blocks", blocks, p.tiles);
   p.cache = cache_of(args, cache, p.format, staging.size(2));
   args.output("cache", cache, ScalarType::Byte, shape_of(cache));
+  args.apart("cache", cache, "staging", staging);
   p.fit = fit_of(args, fit);
   p.iterations = args.narrow("iterations", iterations);
   if (count) {
@@ -493,7 +502,10 @@ PagedKV paged_kv(const Arguments& args, const Format& format, const Tensor& cach
 
 inline void check_workspace_arguments(const Arguments& args, int64_t group, int64_t max_seq_len,
                                       int64_t split_tokens) {
-  args.require(max_seq_len >= 0, "max_seq_len", "at least 0", max_seq_len);
+  // Far above any context, and low enough that no size overflows.
+  constexpr int64_t kLongest = int64_t{1} << 40;
+  args.require(max_seq_len >= 0 && max_seq_len <= kLongest, "max_seq_len",
+               "between 0 and " + std::to_string(kLongest), max_seq_len);
   args.require(split_tokens >= 0 && split_tokens % group == 0, "split_tokens",
                "a multiple of " + std::to_string(group), split_tokens);
 }
@@ -528,9 +540,11 @@ void decode_attention(const Tensor& q, const Tensor& cache, const Tensor& block_
         p.tokens);
   }
   p.causal = causal;
-  args.require(std::isfinite(sm_scale), "sm_scale", "finite", sm_scale);
-  args.require(std::isfinite(logits_soft_cap) && logits_soft_cap >= 0, "logits_soft_cap",
-               "finite and at least 0", logits_soft_cap);
+  args.require(std::isfinite(static_cast<float>(sm_scale)), "sm_scale", "a finite float32 number",
+               sm_scale);
+  args.require(std::isfinite(static_cast<float>(logits_soft_cap)) &&
+                   (logits_soft_cap == 0 || static_cast<float>(logits_soft_cap) > 0),
+               "logits_soft_cap", "a finite float32 number and at least 0", logits_soft_cap);
   args.require(window_left >= -1, "window_left", "at least -1", window_left);
   p.sm_scale = static_cast<float>(sm_scale);
   p.logits_soft_cap = static_cast<float>(logits_soft_cap);
@@ -550,10 +564,16 @@ void decode_attention(const Tensor& q, const Tensor& cache, const Tensor& block_
 
   args.output("out", out, q.scalar_type(), shape_of(q));
   args.apart("out", out, "q", q);
+  args.apart("out", out, "cache", cache);
+  if (staging) args.apart("out", out, "staging", *staging);
   p.out = output_of<void>(out);
   copy_strides(out, p.out_stride);
   if (lse) {
     args.output("lse", *lse, ScalarType::Float, {p.tokens, p.q_heads}, Layout::kStrided);
+    args.apart("lse", *lse, "out", out);
+    args.apart("lse", *lse, "q", q);
+    args.apart("lse", *lse, "cache", cache);
+    if (staging) args.apart("lse", *lse, "staging", *staging);
     p.lse = output_of<float>(*lse);
     copy_strides(*lse, p.lse_stride);
   }
@@ -563,6 +583,11 @@ void decode_attention(const Tensor& q, const Tensor& cache, const Tensor& block_
       {format, p.kv.seqs, p.tokens, p.q_heads, p.kv.kv_heads, max_seq_len, split_tokens});
   if (workspace) {
     args.output("workspace", *workspace, ScalarType::Byte, {"bytes"});
+    args.apart("workspace", *workspace, "out", out);
+    if (lse) args.apart("workspace", *workspace, "lse", *lse);
+    args.apart("workspace", *workspace, "q", q);
+    args.apart("workspace", *workspace, "cache", cache);
+    if (staging) args.apart("workspace", *workspace, "staging", *staging);
     args.require(workspace->size(0) >= bytes, "workspace",
                  "of at least " + std::to_string(bytes) + " bytes", workspace->size(0));
     constexpr size_t kAlignment = 16;
@@ -611,6 +636,10 @@ void gather_kv(const Tensor& cache, const Tensor& block_table, const Tensor& seq
   args.output("key", key, key.scalar_type(), shape_of(key));
   args.output("value", value, key.scalar_type(), shape_of(key));
   args.apart("key", key, "value", value);
+  for (const auto& [name, t] : {std::pair("key", &key), std::pair("value", &value)}) {
+    args.apart(name, *t, "cache", cache);
+    if (staging) args.apart(name, *t, "staging", *staging);
+  }
   p.total_tokens = key.size(0);
   p.key = output_of<void>(key);
   p.value = output_of<void>(value);
@@ -636,6 +665,11 @@ void merge_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
   args.same_or_apart("out", out, "out_b", out_b);
   args.same_or_apart("lse", lse, "lse_a", lse_a);
   args.same_or_apart("lse", lse, "lse_b", lse_b);
+  args.apart("out", out, "lse", lse);
+  args.apart("out", out, "lse_a", lse_a);
+  args.apart("out", out, "lse_b", lse_b);
+  args.apart("lse", lse, "out_a", out_a);
+  args.apart("lse", lse, "out_b", out_b);
   MergeParams p;
   p.out_a = data_of(out_a);
   p.out_b = data_of(out_b);

@@ -160,11 +160,8 @@ class Arguments {
   void apart(const char* name, const Tensor& output, const char* other_name,
              const Tensor& other) const {
     if (output.numel() == 0 || other.numel() == 0) return;
-    const auto [begin, end] = extent(output);
-    const auto [other_begin, other_end] = extent(other);
-    // Slices of one fused buffer interleave without sharing an element, hence the second line.
-    if (begin < other_end && other_begin < end &&
-        (begin == other_begin || (is_dense(output) && is_dense(other)))) {
+    const Extent a(output), b(other);
+    if (a.begin < b.end && b.begin < a.end && !interleaved(a, b)) {
       fail(std::string(name) + " must not overlap " + other_name);
     }
   }
@@ -200,17 +197,54 @@ class Arguments {
     require(false, name, rule, "strides " + bracketed(t.strides()));
   }
 
-  /// First byte, and the one after the last.
-  static std::pair<uintptr_t, uintptr_t> extent(const Tensor& t) {
-    const auto begin = reinterpret_cast<uintptr_t>(t.const_data_ptr());
-    int64_t last = 0;
-    for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
-    return {begin, begin + static_cast<uintptr_t>(last + 1) * t.element_size()};
-  }
+  /// Where a tensor lies: its first byte, the one after its last, and its dimensions in bytes.
+  struct Extent {
+    uintptr_t begin;
+    uintptr_t end;
+    std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size; those of size 1 left out
+    int64_t element;
 
-  static bool is_dense(const Tensor& t) {
-    const auto [begin, end] = extent(t);
-    return end - begin == static_cast<uintptr_t>(t.numel()) * t.element_size();
+    explicit Extent(const Tensor& t)
+        : begin(reinterpret_cast<uintptr_t>(t.const_data_ptr())),
+          element(static_cast<int64_t>(t.element_size())) {
+      for (int64_t i = 0; i < t.dim(); ++i) {
+        if (t.size(i) > 1) dims.emplace_back(t.stride(i) * element, t.size(i));
+      }
+      end = begin + static_cast<uintptr_t>(below(std::numeric_limits<int64_t>::max()));
+    }
+
+    /// Bytes that the dimensions of a smaller stride than `period` span; -1 if another one is not
+    /// a multiple of it.
+    int64_t below(int64_t period) const {
+      int64_t bytes = element;
+      for (const auto& [stride, size] : dims) {
+        if (stride < period) {
+          bytes += stride * (size - 1);
+        } else if (stride % period != 0) {
+          return -1;
+        }
+      }
+      return bytes;
+    }
+  };
+
+  /// Whether two tensors are slices of one buffer with rows of some length that take different
+  /// parts of each row, as queries and keys of a fused projection do.
+  static bool interleaved(const Extent& a, const Extent& b) {
+    for (const Extent* of : {&a, &b}) {
+      for (const auto& dim : of->dims) {
+        const int64_t period = dim.first;
+        if (period <= 0) continue;
+        const int64_t a_bytes = a.below(period), b_bytes = b.below(period);
+        if (a_bytes < 0 || b_bytes < 0 || a_bytes > period || b_bytes > period) continue;
+        const auto apart =
+            static_cast<int64_t>(a.begin < b.begin ? b.begin - a.begin : a.begin - b.begin) %
+            period;
+        const int64_t shift = a.begin < b.begin || apart == 0 ? apart : period - apart;
+        if (shift >= a_bytes && period - shift >= b_bytes) return true;
+      }
+    }
+    return false;
   }
 
   static bool same_elements(const Tensor& a, const Tensor& b) {

@@ -69,16 +69,22 @@ def rotation(path: Path, keys: Sequence[Tensor], first_token: int, group: int = 
             # The normalized tile has another unit: its own colours, the same meaning of white.
             limit = top if column < 2 else float(x.abs().max())
             image = grid[0, column].imshow(
-                x.abs(), aspect="auto", cmap="magma_r", vmin=0, vmax=limit, interpolation="nearest"
+                x.abs().numpy(),
+                aspect="auto",
+                cmap="magma_r",
+                vmin=0,
+                vmax=limit,
+                interpolation="nearest",
             )
             grid[0, column].set(title=title, xlabel="token of the tile")
             figure.colorbar(image, ax=grid[0, column], label="magnitude", fraction=0.06)
             size = x.square().mean(1).sqrt()
-            grid[1, column].bar(range(len(x)), size / size.mean(), color=_COLORS[0])
+            relative = (size / size.mean()).numpy()
+            grid[1, column].bar(range(len(x)), relative, color=_COLORS[0])
             grid[1, column].axhline(1, color="black", linewidth=0.8)
             grid[1, column].set(
                 xlabel="channel",
-                title=f"largest channel {float(size.max() / size.mean()):.1f}x the mean",
+                title=f"largest channel {relative.max():.1f}x the mean",
             )
         grid[0, 0].set_ylabel("channel")
         grid[1, 0].set_ylabel("rms / mean of them")

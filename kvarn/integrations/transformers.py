@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from kvarn.cache import CacheFull, PagedCache, Step
+from kvarn.cache import CacheFull, PagedCache, Step, require_integer
 from kvarn.format import Format
 
 if TYPE_CHECKING:
@@ -37,11 +37,12 @@ __all__ = ["KVarNCache"]
 
 _NAME = "kvarn"
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_WHERE = "kvarn.integrations.transformers: "
 _INITIAL_TOKENS = 1024  # per sequence, of pools that grow
 
 
 def _refuse(what: str) -> NoReturn:
-    raise ValueError(f"kvarn.integrations.transformers: {what}")
+    raise ValueError(f"{_WHERE}{what}")
 
 
 class _Mask(NamedTuple):
@@ -201,8 +202,10 @@ class KVarNCache(Cache):  # type: ignore[misc]
             fmt = Format(fmt, head_dim=head_dim)
         elif fmt.head_dim != head_dim:
             _refuse(f"fmt must have the model's head_dim {head_dim}, got {fmt.head_dim}")
-        if max_tokens is not None and max_tokens < 1:
-            _refuse(f"max_tokens must be at least 1, got {max_tokens}")
+        if max_tokens is not None:
+            max_tokens = require_integer(f"{_WHERE}max_tokens", max_tokens, 1)
+        sink_blocks = require_integer(f"{_WHERE}sink_blocks", sink_blocks, 0)
+        recent_blocks = require_integer(f"{_WHERE}recent_blocks", recent_blocks, 0)
         super().__init__(layers=[_Layer(self, i) for i in range(config.num_hidden_layers)])
         self.fmt = fmt
         self.paged: PagedCache | None = None
@@ -379,6 +382,7 @@ class KVarNCache(Cache):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last ``-tokens_to_remove`` columns of the batch (0 or negative)."""
+        tokens_to_remove = require_integer(f"{_WHERE}tokens_to_remove", tokens_to_remove)
         if tokens_to_remove > 0:
             _refuse(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
         if -tokens_to_remove > self._num_columns():
@@ -421,13 +425,21 @@ class KVarNCache(Cache):  # type: ignore[misc]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence ``repeats`` times; nothing is copied."""
+        repeats = require_integer(f"{_WHERE}repeats", repeats, 1)
         self._select([row for row in range(len(self._seqs)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps these rows of the batch (indices or a bool mask)."""
-        self._select(torch.arange(len(self._seqs))[indices.cpu()].tolist())
+        if indices.dtype == torch.bool:
+            if indices.shape != (len(self._seqs),):
+                _refuse(f"indices must be [{len(self._seqs)}], got {list(indices.shape)}")
+            indices = indices.nonzero().squeeze(1)
+        self._select(indices.tolist())
 
     def _select(self, rows: list[int]) -> None:
+        batch = len(self._seqs)
+        if not all(type(row) is int and 0 <= row < batch for row in rows):
+            _refuse(f"rows of the batch must be integers in [0, {batch}), got {rows}")
         self._settle()
         if self.paged is None or not self._seqs:
             return

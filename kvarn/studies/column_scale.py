@@ -1,14 +1,12 @@
 """Which column scale the unbiased fit should use: closed form, or Sinkhorn with 4 rounds.
 
     python -m kvarn.studies.column_scale            synthetic tiles, and time
-    python -m kvarn.studies.column_scale --model    KL of SmolLM2-135M on two texts (a quarter of
-    an hour)
+    python -m kvarn.studies.column_scale --model    KL of SmolLM2-135M on two texts
 
 Every row compares the closed form with Sinkhorn's scales by the ratio of their errors: geometric
 mean over tiles (over segments of text) and its 95 % interval. Below 1 the closed form is better.
 
-Errors on synthetic tiles, all of them over the ordinary tokens (a massive token's energy hides
-them):
+Errors on synthetic tiles, over the ordinary tokens (the energy of a massive one hides them):
 
 - K, V: squared error over energy, mean over tokens;
 - attention: squared error of the output of 32 random queries over its energy;

@@ -107,7 +107,7 @@ struct QuantizeParams {
   uint8_t* records = nullptr;     ///< [tiles, heads, record_bytes]
   int64_t record_stride[2] = {};  ///< tile, head
   Fit fit = Fit::kUnbiased;
-  int32_t iterations = 0;  ///< Sinkhorn rounds; unbiased with 0: column scales in closed form
+  int32_t iterations = 4;  ///< Sinkhorn rounds; unbiased with 0: column scales in closed form
   bool rotated = false;    ///< key and value are in the rotated basis already
   void* stream = nullptr;
 };
@@ -190,7 +190,7 @@ struct SealParams {
   Cache cache;
   int32_t heads = 0;
   Fit fit = Fit::kUnbiased;
-  int32_t iterations = 0;
+  int32_t iterations = 4;
   bool checked = false;
   void* stream = nullptr;
 };
@@ -325,6 +325,7 @@ namespace cuda {
 Status hadamard_transform(const HadamardParams&);
 Status pack_bits(const PackParams&);
 Status unpack_bits(const PackParams&);
+Status quantize_tiles(const QuantizeParams&);
 Status dequantize_tiles(const DequantizeParams&);
 Status unpack_records(const CanonicalParams&);
 Status pack_records(const CanonicalParams&);
