@@ -7,7 +7,6 @@ never waits for a device and torch.compile traces through it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 

@@ -50,8 +50,7 @@ def facts() -> dict[str, str]:
         "Python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "compiler": build["compiler"],
-        "CPU": f"{_cpu_name()}, {torch.get_num_threads()} threads, "
-        f"{_host.cpu_isa()} kernels",
+        "CPU": f"{_cpu_name()}, {torch.get_num_threads()} threads, {_host.cpu_isa()} kernels",
         "CUDA library": _cuda_library(build),
     }
     for device in devices()[1:]:

@@ -626,7 +626,11 @@ RAW_VALUES: dict[str, list[tuple[str, Any, str]]] = {
             "q must be of one token per sequence without cu_query_lens, 3 in all, got 4",
         ),
         ("sm_scale", math.nan, "sm_scale must be a finite float32 number, got nan"),
-        ("logits_soft_cap", -1.0, "logits_soft_cap must be a finite float32 number and at least 0, got -1"),
+        (
+            "logits_soft_cap",
+            -1.0,
+            "logits_soft_cap must be a finite float32 number and at least 0, got -1",
+        ),
         ("window_left", -2, "window_left must be at least -1, got -2"),
         ("max_seq_len", -1, "max_seq_len must be between 0 and 1099511627776, got -1"),
         (

@@ -214,27 +214,29 @@ __device__ __forceinline__ void quantize_part(const Jobs& jobs, uint8_t* shared)
     device::load_rotated<Shape>(tokens_of<Shape>(jobs, job), reinterpret_cast<uint4*>(shared), x);
     __syncthreads();
   }
-  const device::TileThread<Shape> at(reinterpret_cast<float*>(shared), tokens + Shape::kTokens + 4);
+  const device::TileThread<Shape> place(reinterpret_cast<float*>(shared),
+                                        tokens + Shape::kTokens + 4);
   const int bits = Shape::kKey ? jobs.format.key_bits : jobs.format.value_bits;
   const float levels = static_cast<float>((1 << bits) - 1);
-  find_live(at, x, energy, tokens);
+  find_live(place, x, energy, tokens);
   const device::Live live = {tokens};
 
   float col_scale;
   if (jobs.fit == Fit::kMinMax || jobs.iterations > 0) {
-    col_scale =
-        device::guarded_col_scale(at, x, live, jobs.iterations, levels, energy, columns, sinkhorn);
+    col_scale = device::guarded_col_scale(place, x, live, jobs.iterations, levels, energy, columns,
+                                          sinkhorn);
   } else if constexpr (Shape::kKey) {
-    col_scale = device::token_rms(at, live, energy);
+    col_scale = device::token_rms(place, live, energy);
   } else {
-    col_scale = device::channel_spread(at, x);
+    col_scale = device::channel_spread(place, x);
   }
   device::RowFit rows;
   if (jobs.fit == Fit::kMinMax) {
-    device::put_col_scale(at, col_scale, columns);
-    device::minmax_codes<Shape, true>(at, x, live, columns, levels, energy, rows);
+    device::put_col_scale(place, col_scale, columns);
+    device::minmax_codes<Shape, true>(place, x, live, columns, levels, energy, rows);
     if (rows.scale[0] < device::kMeanFloor * fabsf(rows.mean[0]) ||
         rows.scale[1] < device::kMeanFloor * fabsf(rows.mean[1])) {
+      const device::TileThread<Shape> at = place.again();
 #pragma unroll
       for (int g = 0; g < Shape::kGroups; ++g) {
         float inverse[4];
@@ -250,20 +252,21 @@ __device__ __forceinline__ void quantize_part(const Jobs& jobs, uint8_t* shared)
       }
     }
   } else {
-    const bool own_live = !Shape::kKey || tokens[at.own_col()] != 0.f;
+    const bool own_live = !Shape::kKey || tokens[place.own_col()] != 0.f;
     if (jobs.iterations > 0) {
       // Sinkhorn's scales are determined up to a factor; weights and rounding depend on it.
-      float log_sum[1] = {at.first_of_col() && own_live ? log2f(col_scale) : 0.f};
-      device::reduce_block<device::Sum>(at, log_sum);
+      float log_sum[1] = {place.first_of_col() && own_live ? log2f(col_scale) : 0.f};
+      device::reduce_block<device::Sum>(place, log_sum);
       const int counted = Shape::kKey ? live.count<Shape>() : Shape::kCols;
       if (own_live) col_scale *= exp2f(-device::divide(log_sum[0], static_cast<float>(counted)));
     }
     col_scale = device::half_rounded(device::limited_col_scale(col_scale));
     if (!own_live) col_scale = 1.f;
-    device::unbiased_codes(at, x, live, col_scale, bits, columns, rows);
+    device::unbiased_codes(place, x, live, col_scale, bits, columns, rows);
   }
-  device::raise_scales(at, x, bits, columns, rows);
+  device::raise_scales(place, x, bits, columns, rows);
 
+  const device::TileThread<Shape> at = place.again();
   // A power of two moves from one side's scales to the other's, so that both are in range.
   const bool own_live = !Shape::kKey || tokens[at.own_col()] != 0.f;
   col_scale = columns.scale[at.own_col()];

@@ -586,7 +586,7 @@ __device__ __forceinline__ void unbiased_codes(const TileThread<Shape>& place,
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
           float& element = x[tile_element(g, row, c)];
-          element = (element + old_mean[row]) * ratio[c];
+          element = fmaf(element, ratio[c], old_mean[row] * ratio[c]);
         }
       }
     }
