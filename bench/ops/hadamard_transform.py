@@ -50,8 +50,9 @@ class _Routine:
             max_error=2e-3 if dtype is torch.bfloat16 else 4e-4,
             bytes=num_bytes,
             ceiling="copy",
+            # On the CPU a 16-bit matmul is no peer: torch has no fast kernel for it.
             peers={}
-            if in_place
+            if in_place or device.type == "cpu"
             else {
                 "matmul with H": [
                     lambda x=x, y=y: torch.matmul(x, matrix, out=y)
