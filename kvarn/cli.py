@@ -16,7 +16,7 @@ from kvarn._terminal import Table, binary_bytes
 from kvarn.capacity import Capacity, ModelShape
 from kvarn.format import Format
 
-_DEMO_MODULES = ("transformers", "gguf", "matplotlib", "rich")
+_DEMO_MODULES = ("transformers", "accelerate", "gguf", "matplotlib", "rich")
 
 
 class UserError(Exception):

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
+pytest.importorskip("accelerate")
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 

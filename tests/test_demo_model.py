@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
+pytest.importorskip("accelerate")
 
 from transformers import DynamicCache
 from transformers.utils import logging
