@@ -52,7 +52,8 @@ struct Shared {
   static constexpr int kUnionBytes = 2 * Shape::kPartialFloats * static_cast<int>(sizeof(float));
   static_assert(kUnionBytes >= 2 * Shape::kTokens * Shape::kDim);
   static_assert(kUnionBytes >= Shape::kRows * Shape::kCodePitch);
-  static constexpr int kFloats = 6 * Shape::kCols + 8 + 2 * Shape::kTokens + kScratch;
+  static constexpr int kFloats =
+      6 * Shape::kCols + 8 + 2 * Shape::kTokens + 2 * Shape::kRows + kScratch;
   static constexpr int kBytes = kUnionBytes + kFloats * static_cast<int>(sizeof(float));
 };
 
@@ -202,11 +203,16 @@ template <class Shape>
 __device__ __forceinline__ void quantize_part(const Jobs& jobs, uint8_t* shared) {
   using device::clip;
   float* const arrays = reinterpret_cast<float*>(shared + Shared<Shape>::kUnionBytes);
-  const device::ColumnArrays<Shape> columns = {
-      arrays, arrays + Shape::kCols, arrays + 2 * Shape::kCols, arrays + 3 * Shape::kCols, shared};
   float* const sinkhorn = arrays + 4 * Shape::kCols;
   float* const energy = arrays + 6 * Shape::kCols + 4;
   float* const tokens = energy + Shape::kTokens;
+  const device::ColumnArrays<Shape> columns = {
+      arrays,
+      arrays + Shape::kCols,
+      arrays + 2 * Shape::kCols,
+      arrays + 3 * Shape::kCols,
+      reinterpret_cast<float2*>(tokens + Shape::kTokens + 4),
+      shared};
   float x[Shape::kElements];
   {
     const Job job = job_of(jobs);
@@ -215,7 +221,7 @@ __device__ __forceinline__ void quantize_part(const Jobs& jobs, uint8_t* shared)
     __syncthreads();
   }
   const device::TileThread<Shape> place(reinterpret_cast<float*>(shared),
-                                        tokens + Shape::kTokens + 4);
+                                        tokens + Shape::kTokens + 4 + 2 * Shape::kRows);
   const int bits = Shape::kKey ? jobs.format.key_bits : jobs.format.value_bits;
   const float levels = static_cast<float>((1 << bits) - 1);
   find_live(place, x, energy, tokens);

@@ -26,13 +26,14 @@ struct RowFit {
   float mean[2];  ///< of x / col_scale
 };
 
-/// Numbers of columns in shared memory.
+/// Numbers of columns, and what else is put by, in shared memory.
 template <class Shape>
 struct ColumnArrays {
   float* scale;    ///< [kCols]
   float* inverse;  ///< [kCols]
   float* weight;   ///< [kCols]
   float* change;   ///< [kCols]: ratio of scales, then (V) the mean error
+  float2* rows;    ///< [kRows]: scale and offset
   uint8_t* codes;  ///< [kRows, kCodePitch]
 };
 
@@ -360,23 +361,28 @@ __device__ __forceinline__ void centre(const TileThread<Shape>& place, float (&x
   }
 }
 
+/// x -> (x + shift) * ratio, and the weighted means of the rows of that.
 template <class Shape>
-__device__ __forceinline__ void weighted_mean(const TileThread<Shape>& place,
-                                              const float (&x)[Shape::kElements],
-                                              const float* weight, float (&mean)[1][2]) {
+__device__ __forceinline__ void rescale(const TileThread<Shape>& place,
+                                        float (&x)[Shape::kElements], const float (&shift)[2],
+                                        const float* ratio, const float* weight,
+                                        float (&mean)[1][2]) {
   const TileThread<Shape> at = place.again();
-  forget_loads();
+  InOrder order;
   mean[0][0] = mean[0][1] = 0.f;
 #pragma unroll
   for (int g = 0; g < Shape::kGroups; ++g) {
-    if (g > 0 && g % 2 == 0) forget_loads();
+    float factor[4];
     float w[4];
-    unpack(at.columns(weight, g), w);
+    unpack(order.columns(at, ratio, g), factor);
+    unpack(order.columns(at, weight, g), w);
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
-        mean[0][row] = fmaf(w[c], x[tile_element(g, row, c)], mean[0][row]);
+        float& element = x[tile_element(g, row, c)];
+        element = (element + shift[row]) * factor[c];
+        mean[0][row] = fmaf(w[c], element, mean[0][row]);
       }
     }
   }
@@ -490,21 +496,8 @@ __device__ __forceinline__ void unbiased_codes(const TileThread<Shape>& place,
 
   // A first fit of the rows.
   put_weights(place, live, col_scale, columns);
-  {
-    const TileThread<Shape> at = place.again();
-#pragma unroll
-    for (int g = 0; g < Shape::kGroups; ++g) {
-      if (g > 0 && g % 2 == 0) forget_loads();  // no more than two groups' loads at a time
-      float inverse[4];
-      unpack(at.columns(columns.inverse, g), inverse);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-#pragma unroll
-        for (int row = 0; row < 2; ++row) x[tile_element(g, row, c)] *= inverse[c];
-      }
-    }
-  }
-  weighted_mean(place, x, columns.weight, mean);
+  const float none[2] = {0.f, 0.f};
+  rescale(place, x, none, columns.inverse, columns.weight, mean);
   centre<Shape, true>(place, x, live, columns.weight, mean[0], moments, ends);
   const float range = start_range(bits, Shape::kCols);
   float scale[2];
@@ -567,6 +560,11 @@ __device__ __forceinline__ void unbiased_codes(const TileThread<Shape>& place,
     if (counted && squares > 0.f) after *= clip(divide(products, squares), 0.5f, 2.f);
     after = half_rounded(after);
     if (at.first_of_col()) columns.change[at.own_col()] = divide(before, after);
+    // Out of the registers for a while.
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      if (at.first_of_row()) columns.rows[at.row + 8 * row] = {scale[row], offset[row]};
+    }
     put_weights(at, live, after, columns);
   }
 
@@ -574,28 +572,13 @@ __device__ __forceinline__ void unbiased_codes(const TileThread<Shape>& place,
   float old_mean[2] = {mean[0][0], mean[0][1]};
   // Opaque, lest the sums of the pass before be kept in registers instead of x.
   asm volatile("" : "+f"(old_mean[0]), "+f"(old_mean[1]));
-  {
-    const TileThread<Shape> at = place.again();
-#pragma unroll
-    for (int g = 0; g < Shape::kGroups; ++g) {
-      if (g > 0 && g % 2 == 0) forget_loads();
-      float ratio[4];
-      unpack(at.columns(columns.change, g), ratio);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-          float& element = x[tile_element(g, row, c)];
-          element = fmaf(element, ratio[c], old_mean[row] * ratio[c]);
-        }
-      }
-    }
-  }
-  weighted_mean(place, x, columns.weight, mean);
+  rescale(place, x, old_mean, columns.change, columns.weight, mean);
   centre<Shape, false>(place, x, live, columns.weight, mean[0], moments, ends);
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
-    offset[row] -= mean[0][row];
+    const float2 kept = columns.rows[place.again().row + 8 * row];
+    scale[row] = kept.x;
+    offset[row] = kept.y - mean[0][row];
     fit.mean[row] = mean[0][row];
   }
   refit(take_codes<Shape, false, false>(place, x, columns, scale, offset, moments.rest, levels),

@@ -127,7 +127,7 @@ __device__ __forceinline__ void multiply_signs(const uint4* shared, bool rotated
                                                float (&x)[Shape::kElements]) {
   constexpr uint32_t kSigns = 0x80008000u;
   // Opaque, lest the addresses that the fp16 and the bf16 version share be kept in registers.
-  const int thread = TileThread<Shape>::thread();
+  const unsigned thread = TileThread<Shape>::thread();
   const int lane = thread % kWarpLanes;
   const int strip = thread / kWarpLanes / Shape::kSplit;
   const int first_col = thread / kWarpLanes % Shape::kSplit * Shape::kWarpCols;

@@ -53,8 +53,8 @@ struct TileThread {
 
   __device__ __forceinline__ TileThread(float* partial_sums, float* scratch_floats)
       : partial(partial_sums), scratch(scratch_floats) {
-    const int t = thread();
-    const int strip = t / kWarpLanes / Shape::kSplit;
+    const unsigned t = thread();
+    const unsigned strip = t / kWarpLanes / Shape::kSplit;
     row = strip * Shape::kStripRows + t % kWarpLanes / 4;
     col = t / kWarpLanes % Shape::kSplit * Shape::kWarpCols + t % 4 * 4;
     slot = strip * 8 + t % kWarpLanes / 4;
@@ -74,8 +74,8 @@ struct TileThread {
 
   /// threadIdx.x; opaque, so that what follows from it is computed where it is wanted. Registers
   /// are scarcer than instructions.
-  __device__ __forceinline__ static int thread() {
-    int thread = threadIdx.x;
+  __device__ __forceinline__ static unsigned thread() {
+    unsigned thread = threadIdx.x;
     asm volatile("" : "+r"(thread));
     return thread;
   }
@@ -88,6 +88,20 @@ struct TileThread {
 
 /// What was loaded from shared memory before is loaded again after, not kept in registers.
 __device__ __forceinline__ void forget_loads() { __syncwarp(); }
+
+/// Loads of numbers >= 0 of one group after the other: none starts before the last one is there.
+/// Otherwise the compiler starts all of them at once and has no registers left for what it waits for.
+struct InOrder {
+  unsigned behind = 0;  ///< always; but the compiler cannot know that
+
+  template <class Shape>
+  __device__ __forceinline__ float4 columns(const TileThread<Shape>& at, const float* values,
+                                            int g) {
+    const float4 loaded = at.columns(values + behind, g);
+    behind = __float_as_uint(loaded.w) >> 31;
+    return loaded;
+  }
+};
 
 struct Sum {
   static constexpr float kNeutral = 0.f;
@@ -189,8 +203,8 @@ __device__ __forceinline__ void reduce_block(const TileThread<Shape>& at, float 
       values[i] = op(values[i], __shfl_xor_sync(0xffffffffu, values[i], distance));
     }
   }
-  const int thread = at.thread();
-  const int lane = thread % kWarpLanes;
+  const unsigned thread = at.thread();
+  const unsigned lane = thread % kWarpLanes;
   __syncthreads();
   if (lane < N) {
     float mine = values[0];
@@ -201,10 +215,12 @@ __device__ __forceinline__ void reduce_block(const TileThread<Shape>& at, float 
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    float all = at.scratch[i * Shape::kWarps + lane % Shape::kWarps];
+    const float4* const part = reinterpret_cast<const float4*>(at.scratch + i * Shape::kWarps);
+    float all = Op::kNeutral;
 #pragma unroll
-    for (int distance = 1; distance < Shape::kWarps; distance *= 2) {
-      all = op(all, __shfl_xor_sync(0xffffffffu, all, distance));
+    for (int w = 0; w < Shape::kWarps / 4; ++w) {
+      const float4 four = part[w];
+      all = op(all, op(op(four.x, four.y), op(four.z, four.w)));
     }
     values[i] = all;
   }
