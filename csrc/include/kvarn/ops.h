@@ -323,13 +323,6 @@ Status merge_states(const MergeParams&, const Executor& = default_executor());
 namespace cuda {
 
 Status hadamard_transform(const HadamardParams&);
-Status pack_bits(const PackParams&);
-Status unpack_bits(const PackParams&);
-Status quantize_tiles(const QuantizeParams&);
-Status dequantize_tiles(const DequantizeParams&);
-Status unpack_records(const CanonicalParams&);
-Status pack_records(const CanonicalParams&);
-Status append_kv(const AppendParams&);
 
 }  // namespace cuda
 
