@@ -51,6 +51,8 @@ class Table:
             title=escape(self.title),
             caption=escape(self.caption) or None,
             box=SIMPLE_HEAD,
+            collapse_padding=True,
+            pad_edge=False,
             title_justify="left",
             title_style="bold",
             caption_justify="left",

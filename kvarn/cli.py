@@ -108,7 +108,8 @@ def capacity(args: argparse.Namespace) -> int:
         report = capacity_module.to_json(shape, rows, memory=memory, context=args.context)
         print(json.dumps(report, indent=2))
         return 0
-    capacity_table(shape, rows, memory, args.context).print()
+    for table in _capacity_tables(shape, rows, memory, args.context):
+        table.print()
     return 0
 
 
@@ -126,43 +127,47 @@ def _shape(args: argparse.Namespace) -> ModelShape:
     return ModelShape(**{**vars(shape), **given})
 
 
-def capacity_table(shape: ModelShape, rows: Sequence[Capacity], memory: int, context: int) -> Table:
-    """The comparison for the terminal."""
+def _capacity_tables(
+    shape: ModelShape, rows: Sequence[Capacity], memory: int, context: int
+) -> list[Table]:
     default = Format.presets()[0]
-    return Table(
-        f"{shape.layers} layers x {shape.kv_heads} KV heads x {shape.head_dim} channels: "
-        f"what fits into {binary_bytes(memory)}",
-        (
-            "format",
-            "bytes/token",
-            "per head",
-            "smaller",
-            "staging/seq.",
-            f"{context:,}-token seq.",
-            "smaller, all",
-            "sequences",
-            "tokens in them",
-            "longest sequence",
-        ),
+    strong = [i for i, row in enumerate(rows) if row.format == default]
+    heads = shape.layers * shape.kv_heads
+    tokens = Table(
+        f"A cache of {binary_bytes(memory)}: {shape.layers} layers x {shape.kv_heads} KV heads x "
+        f"{shape.head_dim} channels",
+        ("format", "bytes/token", "per head", "smaller", "longest sequence"),
         [
             (
                 row.format,
                 f"{row.bytes_per_token:,.0f}",
-                f"{row.bytes_per_token / (shape.layers * shape.kv_heads):,.0f}",
+                f"{row.bytes_per_token / heads:,.0f}",
                 f"{row.ratio:.2f}x",
-                binary_bytes(row.staging_bytes) if row.staging_bytes else "-",
-                binary_bytes(row.sequence_bytes),
-                f"{row.effective_ratio:.2f}x",
-                f"{row.sequences:,}",
-                f"{row.tokens:,}",
                 f"{row.longest_sequence:,}",
             )
             for row in rows
         ],
-        caption="Staging: the blocks of a sequence that stay in 16 bits (sinks, newest full ones, "
-        "open one);\n'smaller, all' and what follows count them. Memory is the cache's alone.",
-        strong=[i for i, row in enumerate(rows) if row.format == default],
+        strong=strong,
     )
+    sequences = Table(
+        f"Sequences of {context:,} tokens in it",
+        ("format", "size", "staging", "smaller", "sequences", "tokens"),
+        [
+            (
+                row.format,
+                binary_bytes(row.sequence_bytes),
+                binary_bytes(row.staging_bytes) if row.staging_bytes else "-",
+                f"{row.effective_ratio:.2f}x",
+                f"{row.sequences:,}",
+                f"{row.tokens:,}",
+            )
+            for row in rows
+        ],
+        caption="Size includes staging: the blocks a sequence keeps in 16 bits\n"
+        "(sinks, newest full ones, open one).",
+        strong=strong,
+    )
+    return [tokens, sequences]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -102,8 +102,8 @@ def self_check(device: torch.device) -> Iterator[Check]:
             yield Check(op, str(device), "failed", words)
         else:
             state = "ok" if error <= bound else "wrong"
-            allowed = f"allowed {bound:.0e}" if bound else "must be exact"
-            yield Check(op, str(device), state, f"error {error:.0e}, {allowed}")
+            allowed = f"error {error:.0e}, allowed {bound:.0e}"
+            yield Check(op, str(device), state, allowed if error or bound else "exact")
 
 
 def as_dict(checks: list[Check]) -> dict[str, Any]:

@@ -20,9 +20,9 @@ def test_module_runs():
     command = [sys.executable, "-m", "kvarn", "capacity", *MODEL, "--memory", "16GiB"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "what fits into 16 GiB" in done.stdout
+    assert "A cache of 16 GiB: 32 layers x 8 KV heads x 128 channels" in done.stdout
     rows = [line for line in done.stdout.splitlines() if line.startswith("kvarn_k4v2_g128 ")]
-    assert [row.split()[1:4] for row in rows] == [["27,648", "108", "4.74x"]]
+    assert [row.split()[1:4] for row in rows] == [["27,648", "108", "4.74x"], ["912", "MiB", "48"]]
 
 
 def test_capacity_json(capsys):

@@ -76,9 +76,9 @@ def test_demo_of_a_local_model(folder, tmp_path, capsys):
         "16-bit cache",
         "kvarn_k8v4_g64",
         "kvarn_k4v2_g128",
-        "kvarn_k4v2_g128, as in the paper",
-        "naive rounding, K4 V2",
-        "naive rounding, K2 V2",
+        "k4v2 (paper)",
+        "naive K4 V2",
+        "naive K2 V2",
     ]
     for name in rows:
         assert f"\n{name} " in printed
@@ -86,10 +86,10 @@ def test_demo_of_a_local_model(folder, tmp_path, capsys):
     assert rows["16-bit cache"]["bytes_per_token"] == 4 * 256
     record = Format("kvarn_k4v2_g128", head_dim=64).record_bytes
     assert rows["kvarn_k4v2_g128"]["bytes_per_token"] == 4 * record / 128
-    assert rows["naive rounding, K4 V2"]["bytes_per_token"] == 4 * (48 + 8)
+    assert rows["naive K4 V2"]["bytes_per_token"] == 4 * (48 + 8)
     assert rows["16-bit cache"]["longest_sequence"] == 10 * 2**20 // 1024
     assert rows["16-bit cache"]["kl"] == 0
-    assert 0 < rows["kvarn_k8v4_g64"]["kl"] < rows["naive rounding, K2 V2"]["kl"]
+    assert 0 < rows["kvarn_k8v4_g64"]["kl"] < rows["naive K2 V2"]["kl"]
     assert len(rows["kvarn_k4v2_g128"]["kl_by_token"]) == 450
     assert len(rows["kvarn_k4v2_g128"]["sample"]["tokens"]) == 24
     for picture in ("rotation.png", "error-by-position.png", "memory.png"):

@@ -87,7 +87,7 @@ def naive(loaded: LoadedModel, key_bits: int, value_bits: int) -> Configuration:
     encoder = encoders.naive(key_bits, value_bits)
     dtype = torch.float16 if loaded.model.dtype == torch.float32 else loaded.model.dtype
     return Configuration(
-        f"naive rounding, K{key_bits} V{value_bits}",
+        f"naive K{key_bits} V{value_bits}",
         Run(lambda: SimulatedCache(shape.layers, encoder, dtype=dtype)),
         token,
         lambda memory: int(memory / token),

@@ -130,9 +130,8 @@ def run(
     results = _results(everything, all_traces, samples, memory)
     facts = {"model": loaded.name, "device": _describe(loaded), "tokens": tokens}
     (out / "results.json").write_text(json.dumps({**facts, "rows": results}, indent=2) + "\n")
-    console.print(
-        f"Written to {out}: rotation.png, error-by-position.png, memory.png, results.json"
-    )
+    names = "rotation.png, error-by-position.png, memory.png, results.json"
+    console.print(f"Written to {out}: {names}", soft_wrap=True)
     return 0
 
 
@@ -174,7 +173,7 @@ def _choose(
     if paper in names:
         rows.append(
             configurations.packed(
-                loaded, paper, fit="minmax", recent_blocks=0, label=f"{paper}, as in the paper"
+                loaded, paper, fit="minmax", recent_blocks=0, label="k4v2 (paper)"
             )
         )
     rows.append(configurations.naive(loaded, 4, 2))
@@ -200,8 +199,8 @@ def _summary(
     return Table(
         title,
         (
-            "cache", "bytes/token", "smaller", f"tokens in {binary_bytes(memory)}", "tokens/s",
-            "KL", "top-1", "perplexity",
+            "cache", "bytes per token", "smaller", f"tokens in {binary_bytes(memory)}", "tokens/s",
+            "KL", "top-1", "ppl.",
         ),
         [
             (
@@ -216,11 +215,10 @@ def _summary(
             )
             for i, (row, trace, sample) in enumerate(zip(rows, traces, samples, strict=True))
         ],
-        caption="KL: of the next-token distribution from that with the 16-bit cache (nats). Top-1: "
-        "how often both\nfind the same token likeliest. Both, and the perplexity of the text, from "
-        f"token {_WARM_UP} on.\nTokens/s: greedy decoding of one sequence. As in the paper: fit "
-        "minmax, no recent block in 16 bits.\nNaive rounding is simulated; it too keeps the first "
-        "block in 16 bits.",
+        caption="KL: of the next-token distribution from that with the 16-bit cache (nats).\n"
+        "Top-1: how often both find the same token likeliest. Both, and the perplexity\n"
+        f"(ppl.), from token {_WARM_UP} on. Tokens/s: greedy decoding of one sequence.\n"
+        "(paper): fit minmax, no recent block in 16 bits. Naive rounding is simulated.",
     )  # fmt: skip
 
 
@@ -231,8 +229,8 @@ def _number(kl: float) -> str:
 
 def _positions(rows: Sequence[Configuration], traces: Sequence[Trace]) -> Table:
     tokens = len(traces[0].kl)
-    quarters = [_WARM_UP + (tokens - _WARM_UP) * i // 4 for i in range(5)]
-    spans = list(itertools.pairwise(quarters))
+    bounds = [_WARM_UP + (tokens - _WARM_UP) * i // 3 for i in range(4)]
+    spans = list(itertools.pairwise(bounds))
     return Table(
         "KL (top-1 agreement) by position in the text",
         ("cache", *(f"{start}-{stop - 1}" for start, stop in spans)),
