@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from rich.table import Table
 
 import kvarn
 from bench import ceilings, record
-from bench.harness import time_calls
+from bench.harness import Timing, calls_per_graph, time_calls
 from bench.ops import ROUTINES
 from bench.routine import Case, Routine
 
@@ -117,7 +118,8 @@ def _measure(
                 f"{routine.op} {_text(case)}: relative error {error:.2e} against the reference, "
                 f"more than {prepared.max_error:.0e}: not timed"
             )
-    timing = time_calls(prepared.calls, device, quick=args.quick)
+    together = calls_per_graph(prepared.bytes, device)
+    timing = time_calls(prepared.calls, device, together=together, quick=args.quick)
     row: dict[str, Any] = {
         "op": routine.op,
         "format": name,
@@ -126,22 +128,30 @@ def _measure(
         "p10_us": round(timing.p10, 3),
         "p90_us": round(timing.p90, 3),
         "runs": timing.runs,
+        "calls_per_graph": together,
         "bytes": prepared.bytes,
         "gbps": round(prepared.bytes / timing.median / 1e3, 3),
         "error": error,
         "peers": {},
     }
     if prepared.ceiling in CEILINGS:
-        ceiling = CEILINGS[prepared.ceiling](prepared.bytes, device, quick=args.quick)
+        ceiling = _ceiling(prepared.ceiling, prepared.bytes, device, args.quick)
         row[f"{prepared.ceiling}_us"] = round(ceiling.median, 3)
         row["ceiling_gbps"] = round(prepared.bytes / ceiling.median / 1e3, 3)
     if args.peers:
         for peer, calls in prepared.peers.items():
-            row["peers"][peer] = round(time_calls(calls, device, quick=args.quick).median, 3)
+            time = time_calls(calls, device, together=together, quick=args.quick)
+            row["peers"][peer] = round(time.median, 3)
             check = prepared.peer_errors.get(peer)
             if args.refcheck and check and not check() <= 2e-2:
                 sys.exit(f"{routine.op} {_text(case)}: {peer} computes something else")
     return row
+
+
+@functools.cache
+def _ceiling(kind: str, num_bytes: int, device: torch.device, quick: bool) -> Timing:
+    """Measured once for every number of bytes."""
+    return CEILINGS[kind](num_bytes, device, quick=quick)
 
 
 def _selected(case: Case, wanted: list[str]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bench.harness import Timing, input_sets, time_calls
+from bench.harness import Timing, calls_per_graph, input_sets, time_calls
 
 
 def read_time(num_bytes: int, device: torch.device, *, quick: bool = False) -> Timing:
@@ -13,7 +13,8 @@ def read_time(num_bytes: int, device: torch.device, *, quick: bool = False) -> T
     buffers = [torch.rand(n, device=device) for _ in range(input_sets(num_bytes, device))]
     out = torch.empty((), device=device)
     calls = [lambda b=b: torch.sum(b, dim=0, out=out) for b in buffers]
-    return time_calls(calls, device, quick=quick)
+    together = calls_per_graph(num_bytes, device)
+    return time_calls(calls, device, together=together, quick=quick)
 
 
 def copy_time(num_bytes: int, device: torch.device, *, quick: bool = False) -> Timing:
@@ -24,4 +25,5 @@ def copy_time(num_bytes: int, device: torch.device, *, quick: bool = False) -> T
         for _ in range(input_sets(num_bytes, device))
     ]
     calls = [lambda p=p: p[1].copy_(p[0]) for p in pairs]
-    return time_calls(calls, device, quick=quick)
+    together = calls_per_graph(num_bytes, device)
+    return time_calls(calls, device, together=together, quick=quick)

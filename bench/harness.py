@@ -1,12 +1,14 @@
 """Timing: medians over rotating inputs, so that no call finds its data in a cache.
 
 A routine hands over one callable per input set. The sets together exceed twice the last-level
-cache, calls go round them, and so every call reads memory. On a GPU each callable becomes a CUDA
-graph and is timed by device events around its replay; on a CPU by the clock of the process.
+cache, calls go round them, and so every call reads memory. On a CPU they are timed by the clock of
+the process; on a GPU by device events around the replay of a CUDA graph, which holds one call, or
+several where one is so short that the start of the graph would show.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +22,9 @@ Call = Callable[[], object]
 MIN_RUNS = 50
 MIN_SECONDS = 0.5
 MAX_SECONDS = 8.0
+#: A graph holds calls that move at least this much, but no more than so many of them.
+GRAPH_BYTES = 64 << 20
+MAX_GRAPH_CALLS = 20
 
 
 @dataclass(frozen=True)
@@ -44,17 +49,27 @@ def input_sets(bytes_per_set: int, device: torch.device) -> int:
     return max(2, 2 * cache_bytes(device) // max(bytes_per_set, 1) + 1)
 
 
-def time_calls(calls: Sequence[Call], device: torch.device, *, quick: bool = False) -> Timing:
-    """Median, p10 and p90 of the time of one call, in microseconds."""
+def calls_per_graph(num_bytes: int, device: torch.device) -> int:
+    """How many calls that move `num_bytes` each are timed together."""
+    if device.type != "cuda":
+        return 1
+    return min(max(GRAPH_BYTES // max(num_bytes, 1), 1), MAX_GRAPH_CALLS)
+
+
+def time_calls(
+    calls: Sequence[Call], device: torch.device, *, together: int = 1, quick: bool = False
+) -> Timing:
+    """Median, p10 and p90 of the time of one call, in microseconds; on a GPU of the mean of
+    `together` calls in one graph."""
     min_runs = 10 if quick else MIN_RUNS
     min_seconds = 0.1 if quick else MIN_SECONDS
-    one = _cuda_timer(calls, device) if device.type == "cuda" else _cpu_timer(calls)
-    for i in range(min(len(calls), 3)):
+    one = _cuda_timer(calls, device, together) if device.type == "cuda" else _cpu_timer(calls)
+    for i in range(3):
         one(i)
     times: list[float] = []
     start = time.perf_counter()
     while True:
-        times.append(one(len(times) % len(calls)))
+        times.append(one(len(times)))
         seconds = time.perf_counter() - start
         if (len(times) >= min_runs and seconds >= min_seconds) or seconds >= MAX_SECONDS:
             break
@@ -65,33 +80,38 @@ def time_calls(calls: Sequence[Call], device: torch.device, *, quick: bool = Fal
 
 def _cpu_timer(calls: Sequence[Call]) -> Callable[[int], float]:
     def one(i: int) -> float:
+        call = calls[i % len(calls)]
         start = time.perf_counter_ns()
-        calls[i]()
+        call()
         return (time.perf_counter_ns() - start) / 1e3
 
     return one
 
 
-def _cuda_timer(calls: Sequence[Call], device: torch.device) -> Callable[[int], float]:
+def _cuda_timer(
+    calls: Sequence[Call], device: torch.device, together: int
+) -> Callable[[int], float]:
     graphs = []
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         for call in calls:
             call()
     torch.cuda.synchronize(device)
-    for call in calls:
+    rotation = itertools.cycle(calls)
+    for _ in range(-(-len(calls) // together)):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            call()
+            for call in itertools.islice(rotation, together):
+                call()
         graphs.append(graph)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def one(i: int) -> float:
         begin.record()
-        graphs[i].replay()
+        graphs[i % len(graphs)].replay()
         end.record()
         end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3
+        return float(begin.elapsed_time(end)) * 1e3 / together
 
     return one
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from bench.harness import Call
-from kvarn import Format
+from kvarn import Format, reference
 
 Case = dict[str, Any]
 
@@ -45,3 +45,23 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     want = want.double()
     error = float((got.double() - want).norm() / want.norm())
     return float("inf") if math.isnan(error) else error
+
+
+def records_error(
+    records: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    fmt: Format,
+    *,
+    fit: str,
+    iterations: int,
+) -> float:
+    """Of the records [Hkv, record_bytes] of one block, from key and value [G, Hkv, D], against the
+    reference's: the relative error of what they read as."""
+    rotated = {"dtype": torch.float32, "rotated": True}
+    got = reference.dequantize_tiles(records.cpu()[None], fmt, **rotated)
+    made = reference.quantize_tiles(
+        key.cpu()[None], value.cpu()[None], fmt, fit=fit, iterations=iterations
+    )
+    want = reference.dequantize_tiles(made, fmt, **rotated)
+    return max(relative_error(g, w) for g, w in zip(got, want, strict=True))

@@ -255,26 +255,26 @@ def _clamp_scale(c: Tensor) -> Tensor:
     return c.clamp(2.0**-12, 2.0**14)
 
 
-def guarded_sinkhorn(
-    t: Tensor, rows: Tensor, cols: Tensor, bits: int, iterations: int, key: bool
-) -> Tensor:
+def guarded_sinkhorn(t: Tensor, rows: Tensor, cols: Tensor, iterations: int, key: bool) -> Tensor:
     """Column scale of the variance normalization [N, C], or of the alternative (keys: token rms,
-    values: ones) where a plain min-max coding with the latter loses less than 0.75 as much.
+    values: ones) where the latter loses less than 0.75 as much.
 
-    The loss is ``sum over live tokens of |t - t_hat|^2 / |t|^2``. One token of 100 sigma along a
-    single Walsh row otherwise drives one column scale so high that all other tokens are destroyed.
+    The loss is the sum over live tokens of ``|step|^2 / |t|^2``, where the step of an element is
+    the range of its row of ``t / c`` (min-max coding divides it by the levels) times the scale of
+    its column. One token of 100 sigma along a single Walsh row otherwise drives one column scale so
+    high that all other tokens are destroyed.
     """
     _, sinkhorn = sinkhorn_scales(t, rows, cols, iterations)
     alternative = token_rms(t, cols) if key else torch.ones_like(sinkhorn)
-    token_sum = 1 if key else 2
-    energy = t.square().sum(token_sum)
+    energy = t.square().sum(1 if key else 2)
     counted = (cols if key else rows) & (energy > 0)
+    share = counted / torch.where(counted, energy, 1.0)  # of a token
 
     def loss(c: Tensor) -> Tensor:
-        q, s, z = min_max(t, c, rows, cols, 2**bits - 1)
-        error = t - (q * s[:, :, None] + z[:, :, None]) * c[:, None, :]
-        share = error.square().sum(token_sum) / torch.where(counted, energy, math.inf)
-        return share.sum(-1)
+        lo, hi = row_range(t / c[:, None, :], rows, cols)
+        of_rows = ((hi - lo).square() * (rows if key else share)).sum(-1)
+        of_cols = (c.square() * (share if key else cols)).sum(-1)
+        return of_rows * of_cols
 
     take = loss(alternative) < 0.75 * loss(sinkhorn)
     return torch.where(take[:, None], alternative, sinkhorn)
@@ -463,13 +463,13 @@ def encode(
 ) -> Tile:
     """Codes and scales of rotated tiles ``t [N, R, C]`` whose live tokens the masks name."""
     if fit == "minmax":
-        c = guarded_sinkhorn(t, rows, cols, bits, iterations, key)
+        c = guarded_sinkhorn(t, rows, cols, iterations, key)
         q, s, z = min_max(t, c, rows, cols, 2**bits - 1)
         lo, hi = row_range(t / c[:, None, :], rows, cols)
         return store(t, q, s, z, c, (lo + hi) / 2, rows, cols, bits)
     if iterations > 0:
         sized = bring_to_size(t, rows, cols)
-        c = without_gauge(guarded_sinkhorn(sized, rows, cols, bits, iterations, key), cols)
+        c = without_gauge(guarded_sinkhorn(sized, rows, cols, iterations, key), cols)
     else:
         c = token_rms(t, cols) if key else channel_spread(t, rows)
     q, s, z, c, mx = unbiased(t, c, rows, cols, bits, key)

@@ -1,9 +1,11 @@
-"""The two encoders that the tests of the method run: the readable reference and the kernels."""
+"""The encoders that the tests of the method run: the readable reference and the kernels."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import cuda_helpers
+import pytest
 import torch
 from torch import Tensor
 
@@ -41,7 +43,29 @@ def by_ops(
     return Encoded(ops.unpack_records(records, fmt), *dequantized)
 
 
-ENCODERS = {"reference": by_reference, "ops": by_ops}
+def by_cuda(
+    key: Tensor,
+    value: Tensor,
+    fmt: Format,
+    fit: str,
+    iterations: int | None = None,
+    rotated: bool = False,
+) -> Encoded:
+    """The kernels of the GPU; what they make comes back to the CPU."""
+    on_device = (x.to(cuda_helpers.DEVICE) for x in (key, value))
+    made = by_ops(*on_device, fmt, fit, iterations, rotated)
+    return Encoded(
+        CanonicalRecords(*(field.cpu() for field in made.canonical)),
+        made.key.cpu(),
+        made.value.cpu(),
+    )
+
+
+ENCODERS = {"reference": by_reference, "ops": by_ops, "cuda": by_cuda}
+
+#: The names of the encoders, to parametrize tests with; that of the GPU carries its mark.
+CUDA = pytest.mark.cuda
+NAMES = ["reference", "ops", pytest.param("cuda", marks=CUDA)]
 
 
 def relative_error(approx: Tensor, exact: Tensor) -> float:

@@ -10,7 +10,16 @@ import math
 
 import pytest
 import torch
-from encoders import ENCODERS, gaussian, log_normal, relative_error, relative_mse, token_mse
+from encoders import (
+    CUDA,
+    ENCODERS,
+    NAMES,
+    gaussian,
+    log_normal,
+    relative_error,
+    relative_mse,
+    token_mse,
+)
 from torch import Tensor
 
 from kvarn import Format, ops, reference
@@ -62,7 +71,8 @@ def gain(approx: Tensor, exact: Tensor) -> float:
 
 
 def encoders_and_dims() -> list:
-    return [("reference", 64), ("ops", 64), ("ops", 128), ("ops", 256)]
+    on_cuda = [pytest.param("cuda", dim, marks=CUDA) for dim in (64, 128, 256)]
+    return [("reference", 64), ("ops", 64), ("ops", 128), ("ops", 256), *on_cuda]
 
 
 @pytest.mark.parametrize(("encoder", "head_dim"), encoders_and_dims())
@@ -91,7 +101,7 @@ def test_unbiased_gain_and_channel_means(encoder, head_dim, bits, iterations):
     assert share < 0.35
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("encoder", NAMES)
 @pytest.mark.parametrize(("bits", "bound"), [(4, 0.0075), (2, 0.111)])
 def test_log_normal_tokens(encoder, bits, bound):
     x = log_normal(48, 128, 128)
@@ -103,7 +113,7 @@ def test_log_normal_tokens(encoder, bits, bound):
     assert abs(gain(made.value, x)) < 0.004
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("encoder", NAMES)
 def test_minmax_outlier_tiles(encoder):
     tokens = gaussian(16, 128, 128)
     tokens[:, [5, 50, 100]] *= 20
@@ -114,7 +124,7 @@ def test_minmax_outlier_tiles(encoder):
     assert relative_mse(ENCODERS[encoder](channels, channels, fmt, "minmax").key, channels) < 0.0066
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("encoder", NAMES)
 def test_normalization_is_needed(encoder):
     """Without the normalization the tile with outlier tokens has five times the error."""
     tokens = gaussian(16, 128, 128)
@@ -221,7 +231,7 @@ CONTAMINATIONS = {
 }
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("encoder", NAMES)
 @pytest.mark.parametrize(("fit", "iterations"), COLUMN_SCALES)
 @pytest.mark.parametrize("name", CONTAMINATIONS)
 @pytest.mark.parametrize("bits", [2, 4])
@@ -241,7 +251,7 @@ def test_fault03_one_token_does_not_cost_the_others(encoder, fit, iterations, na
             assert error < limit * token_mse(b, clean)[..., 0][others].mean()
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("encoder", NAMES)
 @pytest.mark.parametrize("fit", FITS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_fault03_bad_token_reads_back_as_nan_and_nothing_else_does(encoder, fit, bad):
@@ -260,7 +270,7 @@ def test_fault03_bad_token_reads_back_as_nan_and_nothing_else_does(encoder, fit,
         assert torch.equal(a[[0, 2]], b[[0, 2]])  # other tiles do not notice
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("encoder", NAMES)
 @pytest.mark.parametrize("fit", FITS)
 def test_fault03_other_heads_do_not_notice(encoder, fit):
     fmt = Format("kvarn_k4v2_g128", head_dim=64)
@@ -274,7 +284,7 @@ def test_fault03_other_heads_do_not_notice(encoder, fit):
     assert made.value[:, :, 1].isnan().all()
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("encoder", NAMES)
 @pytest.mark.parametrize("fit", FITS)
 def test_live_tokens_do_not_depend_on_the_dead(encoder, fit):
     """Which tokens are dead matters, what was in them does not."""
@@ -299,7 +309,7 @@ def test_live_tokens_do_not_depend_on_the_dead(encoder, fit):
 # Degenerate input and range
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("encoder", NAMES)
 @pytest.mark.parametrize(("fit", "iterations"), COLUMN_SCALES)
 @pytest.mark.parametrize("bits", BITS)
 def test_fault02_zero_tile(encoder, fit, iterations, bits):
@@ -310,7 +320,7 @@ def test_fault02_zero_tile(encoder, fit, iterations, bits):
     assert all(field.isfinite().all() for field in made.canonical)
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("encoder", NAMES)
 @pytest.mark.parametrize(("fit", "iterations"), COLUMN_SCALES)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("level", [1e-5, 1.0, 6e4, 65504.0, -65504.0])
@@ -324,7 +334,7 @@ def test_fault02_constant_tile(encoder, fit, iterations, bits, level):
     assert (error.abs() < 2e-3 * 8 * abs(level)).all()
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("encoder", NAMES)
 @pytest.mark.parametrize(("fit", "iterations"), COLUMN_SCALES)
 @pytest.mark.parametrize("bits", BITS)
 def test_fault02_constant_rows_and_columns(encoder, fit, iterations, bits):
@@ -345,7 +355,7 @@ def test_fault02_constant_rows_and_columns(encoder, fit, iterations, bits):
     assert ((channel - 50.0).abs() < {2: 4.0, 3: 1.5, 4: 0.8, 8: 0.2}[bits]).all()
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("encoder", NAMES)
 @pytest.mark.parametrize(("fit", "iterations"), COLUMN_SCALES)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("peak", [65504.0, 1e6, 2.0**26])
@@ -361,7 +371,7 @@ def test_fault01_large_values(encoder, fit, iterations, bits, peak):
         assert relative_mse(a, scaled) < 1.1 * relative_mse(b, x)
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("encoder", NAMES)
 @pytest.mark.parametrize("fit", FITS)
 @pytest.mark.parametrize("token", [0, 127])
 def test_fault01_one_token_at_the_limit(encoder, fit, token):
@@ -375,7 +385,7 @@ def test_fault01_one_token_at_the_limit(encoder, fit, token):
     assert token_mse(made.value, x)[:, token].max() < 1e-4
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("encoder", NAMES)
 @pytest.mark.parametrize("fit", FITS)
 def test_fault01_values_beyond_the_clamp(encoder, fit):
     """fp32 or bf16 input above 2^26 is clamped there; the result stays finite."""
@@ -387,7 +397,7 @@ def test_fault01_values_beyond_the_clamp(encoder, fit):
     assert relative_mse(made.value[:, 5], torch.full((2, 1, 64), 2.0**26)) < 1e-3
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("encoder", NAMES)
 @pytest.mark.parametrize(("fit", "iterations"), COLUMN_SCALES)
 @pytest.mark.parametrize("bits", BITS)
 def test_fault02_tiny_tile(encoder, fit, iterations, bits):
@@ -402,7 +412,7 @@ def test_fault02_tiny_tile(encoder, fit, iterations, bits):
         assert relative_mse(a, x * 1e-6) == pytest.approx(relative_mse(b, x), rel=tolerance)
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("encoder", NAMES)
 @pytest.mark.parametrize("iterations", [0, 4])
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("exponent", [-12, -7, -1, 1, 5, 12])
@@ -418,7 +428,7 @@ def test_fault02_scale_equivariance_is_exact(encoder, iterations, bits, exponent
     assert torch.equal(made.value, base.value * factor)
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("encoder", NAMES)
 @pytest.mark.parametrize("fit", FITS)
 @pytest.mark.parametrize("factor", [2.0**-12, 1e-3, 0.3, 3.0, 777.0, 2.0**12])
 def test_fault02_scale_equivariance(encoder, fit, factor):
@@ -437,7 +447,7 @@ def test_fault02_scale_equivariance(encoder, fit, factor):
 # Biased channels, best round, batches, non-square tiles
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("encoder", NAMES)
 @pytest.mark.parametrize(("fit", "iterations"), COLUMN_SCALES)
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("bias", [10.0, 100.0, 300.0])
@@ -497,7 +507,7 @@ def test_fault06_batch_does_not_matter(fit):
         assert torch.equal(alone[0], records[i])
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("encoder", NAMES)
 @pytest.mark.parametrize("fit", FITS)
 @pytest.mark.parametrize("group", [64, 128])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

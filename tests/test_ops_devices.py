@@ -21,7 +21,7 @@ CANARY = 171
 def as_view(t: Tensor, strides: list[int], offset: int) -> tuple[Tensor, Tensor]:
     """A copy of t with these strides, at this offset of a buffer of canaries: (view, buffer)."""
     extent = 1 + sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True) if n > 1)
-    buffer = torch.empty(offset + extent + 7, dtype=t.dtype)
+    buffer = torch.empty(offset + extent + 7, dtype=t.dtype, device=t.device)
     buffer.view(torch.uint8).fill_(CANARY)
     view = buffer.as_strided(t.shape, strides, offset)
     view.copy_(t)

@@ -20,7 +20,7 @@ def scattered(x: Tensor, gap: int = 3, offset: int = 5) -> Tensor:
         strides.append(stride)
         stride = stride * size + gap
     strides.reverse()
-    storage = torch.empty(offset + stride + gap, dtype=x.dtype)
+    storage = torch.empty(offset + stride + gap, dtype=x.dtype, device=x.device)
     storage.view(torch.uint8).fill_(0xFF)
     view = storage.as_strided(x.shape, strides, offset)
     return view.copy_(x)
@@ -28,7 +28,7 @@ def scattered(x: Tensor, gap: int = 3, offset: int = 5) -> Tensor:
 
 def foreign_bytes_untouched(view: Tensor) -> bool:
     """Whether all bytes of the storage of `scattered` outside the view are still poison."""
-    storage = torch.empty(0, dtype=view.dtype).set_(view.untyped_storage()).clone()
+    storage = view.new_empty(0).set_(view.untyped_storage()).clone()
     inside = storage.as_strided(view.shape, view.stride(), view.storage_offset())
     inside.copy_(torch.empty_like(inside).view(torch.uint8).fill_(0xFF).view(view.dtype))
     return bool((storage.view(torch.uint8) == 0xFF).all())

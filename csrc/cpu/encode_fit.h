@@ -176,22 +176,66 @@ inline float size_factor(const Tile& tile, const float* energy) {
   return __builtin_ldexpf(64.f, -static_cast<int>(round_even(__builtin_log2f(mean_square) / 2)));
 }
 
+/// What the guard compares: the sum over tokens of squared step / energy, up to a common factor. The
+/// step of an element is the range of its row of T / col_scale times the scale of its column, so it
+/// is a product of a sum over rows and one over columns.
+inline float guard_loss(const Tile& tile, const float* __restrict col_scale, FitScratch& scratch) {
+  const float* const energy = scratch.energy;
+  const auto share = [&](int token) { return energy[token] > 0 ? 1 / energy[token] : 0.f; };
+  float* const __restrict inv_col = scratch.inv_col;
+  float of_cols = 0;
+  for (int j = 0; j < tile.cols; ++j) {
+    inv_col[j] = 1 / col_scale[j];
+    of_cols += col_scale[j] * col_scale[j] * (tile.rows_are_tokens ? 1.f : share(j));
+  }
+  float of_rows = 0;
+  for (int i = 0; i < tile.rows; ++i) {
+    const float* const __restrict t = tile.row(i);
+    float lo = __builtin_inff();
+    float hi = -__builtin_inff();
+#pragma omp simd reduction(min : lo) reduction(max : hi)
+    for (int j = 0; j < tile.cols; ++j) {
+      const float x = t[j] * inv_col[j];
+      lo = x < lo ? x : lo;
+      hi = x > hi ? x : hi;
+    }
+    of_rows += (hi - lo) * (hi - lo) * (tile.rows_are_tokens ? share(i) : 1.f);
+  }
+  return of_rows * of_cols;
+}
+
+/// Sinkhorn's column scales, of the tile as it is or `brought_to_size`, unless one massive token
+/// has driven them so far that the others are lost: then V does without and K takes the closed
+/// form.
+inline void guarded_sinkhorn(const Tile& tile, int iterations, bool brought_to_size,
+                             float* col_scale, FitScratch& scratch) {
+  token_energy(tile, scratch.energy);
+  sinkhorn(tile.data, tile.rows, tile.cols, tile.stride,
+           brought_to_size ? size_factor(tile, scratch.energy) : 1.f, iterations, scratch.row_scale,
+           col_scale, scratch.normalize);
+  float* const alternative = scratch.alternative;
+  if (tile.rows_are_tokens) {
+    for (int j = 0; j < tile.cols; ++j) alternative[j] = 1;
+  } else {
+    token_rms(tile, alternative);
+    limit_col_scale(alternative, tile.cols);
+  }
+  if (guard_loss(tile, alternative, scratch) < 0.75f * guard_loss(tile, col_scale, scratch)) {
+    __builtin_memcpy(col_scale, alternative, static_cast<uint64_t>(tile.cols) * sizeof(float));
+  }
+}
+
 // ---- fit = minmax -----------------------------------------------------------------------------
 
-/// Codes over the whole range of each row. Returns the sum over tokens of squared error / energy.
-inline float minmax_codes(const Tile& tile, const float* __restrict col_scale, TileFit& fit,
-                          FitScratch& scratch) {
+/// Codes over the whole range of each row.
+inline void minmax_codes(const Tile& tile, const float* __restrict col_scale, TileFit& fit,
+                         FitScratch& scratch) {
   const int cols = tile.cols;
   const float levels = tile.levels();
   float* const __restrict inv_col = scratch.inv_col;
   float* const __restrict x = scratch.x;
   float* const __restrict q = scratch.q;
-  float* const __restrict token_error = scratch.col_sums[0];
-  for (int j = 0; j < cols; ++j) {
-    inv_col[j] = 1 / col_scale[j];
-    token_error[j] = 0;
-  }
-  float loss = 0;
+  for (int j = 0; j < cols; ++j) inv_col[j] = 1 / col_scale[j];
   for (int i = 0; i < tile.rows; ++i) {
     const float* const __restrict t = tile.row(i);
     float lo = __builtin_inff();
@@ -204,53 +248,15 @@ inline float minmax_codes(const Tile& tile, const float* __restrict col_scale, T
     }
     const float scale = (hi - lo) / levels;
     const float inverse = inverse_or_0(scale);
-    float error = 0;
-#pragma omp simd reduction(+ : error)
+#pragma omp simd
     for (int j = 0; j < cols; ++j) {
       q[j] = round_even(clip((x[j] - lo) * inverse, 0.f, levels));
-      const float e = t[j] - (q[j] * scale + lo) * col_scale[j];
-      x[j] = e * e;
-      error += x[j];
     }
     store_codes(q, cols, fit.codes + i * tile.stride);
-    if (tile.rows_are_tokens) {
-      if (scratch.energy[i] > 0) loss += error / scratch.energy[i];
-    } else {
-#pragma omp simd
-      for (int j = 0; j < cols; ++j) token_error[j] += x[j];
-    }
     fit.scale[i] = scale;
     fit.offset[i] = lo;
     fit.mean[i] = (lo + hi) / 2;
   }
-  if (!tile.rows_are_tokens) {
-    for (int j = 0; j < cols; ++j) {
-      if (scratch.energy[j] > 0) loss += token_error[j] / scratch.energy[j];
-    }
-  }
-  return loss;
-}
-
-/// Sinkhorn's column scales, of the tile as it is or `brought_to_size`, unless one massive token
-/// has driven them so far that the others are lost: then V does without and K takes the closed
-/// form. Returns the min-max fit of the choice.
-inline TileFit& sinkhorn_col_scale(const Tile& tile, int iterations, bool brought_to_size,
-                                   float* col_scale, TileFit (&fits)[2], FitScratch& scratch) {
-  token_energy(tile, scratch.energy);
-  sinkhorn(tile.data, tile.rows, tile.cols, tile.stride,
-           brought_to_size ? size_factor(tile, scratch.energy) : 1.f, iterations, scratch.row_scale,
-           col_scale, scratch.normalize);
-  const float loss = minmax_codes(tile, col_scale, fits[0], scratch);
-  float* const alternative = scratch.alternative;
-  if (tile.rows_are_tokens) {
-    for (int j = 0; j < tile.cols; ++j) alternative[j] = 1;
-  } else {
-    token_rms(tile, alternative);
-    limit_col_scale(alternative, tile.cols);
-  }
-  if (!(minmax_codes(tile, alternative, fits[1], scratch) < 0.75f * loss)) return fits[0];
-  __builtin_memcpy(col_scale, alternative, static_cast<uint64_t>(tile.cols) * sizeof(float));
-  return fits[1];
 }
 
 // ---- fit = unbiased ---------------------------------------------------------------------------

@@ -22,7 +22,7 @@ struct EncodeScratch {
   int live[kMaxGroup];          ///< the tokens that take part
   float dead_scale[kMaxGroup];  ///< 0 for a zero token, NaN for one with NaN or infinity
   alignas(64) uint16_t halves[kMaxLine];
-  TileFit fits[2];
+  TileFit result;
   FitScratch fit;
 };
 
@@ -124,31 +124,30 @@ inline float largest(const float* x, int n) {
 }
 
 /// Chooses codes and scales for the live part of a tile.
-inline TileFit& fit_tile(const Tile& tile, Fit fit, int iterations, float* col_scale,
-                         EncodeScratch& scratch) {
-  TileFit* result = &scratch.fits[0];
+inline void fit_tile(const Tile& tile, Fit fit, int iterations, float* col_scale, TileFit& result,
+                     FitScratch& scratch) {
   if (fit == Fit::kMinMax) {
-    result = &sinkhorn_col_scale(tile, iterations, false, col_scale, scratch.fits, scratch.fit);
+    guarded_sinkhorn(tile, iterations, false, col_scale, scratch);
+    minmax_codes(tile, col_scale, result, scratch);
     for (int i = 0; i < tile.rows; ++i) {
-      if (!scale_too_small(*result, i)) continue;
+      if (!scale_too_small(result, i)) continue;
       float* const t = tile.row(i);
-      for (int j = 0; j < tile.cols; ++j) t[j] = t[j] / col_scale[j] - result->mean[i];
+      for (int j = 0; j < tile.cols; ++j) t[j] = t[j] / col_scale[j] - result.mean[i];
     }
   } else {
     if (iterations > 0) {
-      sinkhorn_col_scale(tile, iterations, true, col_scale, scratch.fits, scratch.fit);
+      guarded_sinkhorn(tile, iterations, true, col_scale, scratch);
       fix_factor(col_scale, tile.cols);
     } else {
-      closed_form(tile, col_scale, scratch.fit);
+      closed_form(tile, col_scale, scratch);
     }
     limit_col_scale(col_scale, tile.cols);
     round_to_halves(col_scale, tile.cols, scratch.halves);
-    unbiased_codes(tile, col_scale, *result, scratch.fit);
+    unbiased_codes(tile, col_scale, result, scratch);
   }
   for (int i = 0; i < tile.rows; ++i) {
-    if (scale_too_small(*result, i)) raise_scale(tile, i, *result, scratch.fit);
+    if (scale_too_small(result, i)) raise_scale(tile, i, result, scratch);
   }
-  return *result;
 }
 
 /// Row and column scales in the range of fp16: a power of two moves from the ones to the others.
@@ -220,18 +219,18 @@ inline void quantize(const TokenRows<const void*>& in, Fit fit, int iterations,
                      rows_are_tokens,
                      out.bits};
   float* const col_scale = scratch.col_scale;
-  TileFit* result = &scratch.fits[0];
+  TileFit& result = scratch.result;
   if (count > 0) {
-    result = &fit_tile(tile, fit, iterations, col_scale, scratch);
+    fit_tile(tile, fit, iterations, col_scale, result, scratch.fit);
   } else {
     for (int j = 0; j < tile.cols; ++j) col_scale[j] = 1;
-    for (int i = 0; i < tile.rows; ++i) result->scale[i] = result->offset[i] = 0;
-    __builtin_memset(result->codes, 0, static_cast<uint64_t>(group) * dim);
+    for (int i = 0; i < tile.rows; ++i) result.scale[i] = result.offset[i] = 0;
+    __builtin_memset(result.codes, 0, static_cast<uint64_t>(group) * dim);
   }
-  finish_scales(tile, *result, col_scale, scratch);
-  spread_codes(result->codes, count, scratch.live, group, dim, rows_are_tokens);
-  pack_codes(result->codes, out);
-  spread_tokens(rows_are_tokens ? result->scale : col_scale, count, scratch.live, group,
+  finish_scales(tile, result, col_scale, scratch);
+  spread_codes(result.codes, count, scratch.live, group, dim, rows_are_tokens);
+  pack_codes(result.codes, out);
+  spread_tokens(rows_are_tokens ? result.scale : col_scale, count, scratch.live, group,
                 scratch.dead_scale, scratch.token_scale);
   if (rows_are_tokens) {
     store_scales(scratch.token_scale, group, out.row_scale, scratch.halves);
@@ -239,7 +238,7 @@ inline void quantize(const TokenRows<const void*>& in, Fit fit, int iterations,
     store_scales(scratch.token_scale, group, out.zero_point, scratch.halves);
     store_scales(col_scale, dim, out.col_scale, scratch.halves);
   } else {
-    store_scales(result->scale, dim, out.row_scale, scratch.halves);
+    store_scales(result.scale, dim, out.row_scale, scratch.halves);
     store_scales(scratch.zero_point, dim, out.zero_point, scratch.halves);
     store_scales(scratch.token_scale, group, out.col_scale, scratch.halves);
   }
@@ -252,10 +251,10 @@ inline void dequantize(const TilePart<const uint8_t>& in, const TokenRows<void*>
   const int cols = in.cols;
   const int group = in.rows_are_tokens ? rows : cols;
   const int dim = in.rows_are_tokens ? cols : rows;
-  uint8_t* const codes = scratch.fits[0].codes;
-  float* const __restrict row_scale = scratch.fits[0].scale;
+  uint8_t* const codes = scratch.result.codes;
+  float* const __restrict row_scale = scratch.result.scale;
   float* const __restrict zero_point = scratch.zero_point;
-  float* const __restrict col_scale = scratch.fits[1].scale;
+  float* const __restrict col_scale = scratch.col_scale;
   unpack_codes(in, codes);
   load_scales(in.row_scale, rows, row_scale, scratch.halves);
   load_scales(in.zero_point, rows, zero_point, scratch.halves);

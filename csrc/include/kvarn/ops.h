@@ -323,6 +323,18 @@ Status merge_states(const MergeParams&, const Executor& = default_executor());
 namespace cuda {
 
 Status hadamard_transform(const HadamardParams&);
+Status variance_normalize(const NormalizeParams&);
+Status pack_bits(const PackParams&);
+Status unpack_bits(const PackParams&);
+Status quantize_tiles(const QuantizeParams&);
+Status dequantize_tiles(const DequantizeParams&);
+Status unpack_records(const CanonicalParams&);
+Status pack_records(const CanonicalParams&);
+Status append_kv(const AppendParams&);
+Status seal_blocks(const SealParams&);
+Status decode_attention(const DecodeParams&);
+/// On the current device.
+int64_t decode_workspace_bytes(const DecodeWorkspaceParams&);
 
 }  // namespace cuda
 

@@ -1,0 +1,212 @@
+// decode_attention: checks, the division of shared memory and workspace, and the launch.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <string>
+
+#include "cuda/decode_plan.cuh"
+#include "cuda/format.h"
+#include "cuda/launch.h"
+
+namespace kvarn::cuda {
+
+template <int kKeyBits, int kValueBits, int kGroup, int kDim>
+struct StaticFormat;
+template <int kDim>
+struct AnyFormat;
+template <class F>
+Status launch_decode(const DecodeParams& p, const DecodePlan& plan, int grid, int shared_bytes);
+
+namespace {
+
+constexpr int64_t kMaxInt = 2147483647;
+constexpr int64_t kAlignment = 16;
+constexpr int kMaxRowParts = 8;
+constexpr int kMaxPlaces = 4;
+
+/// Of the device on which a launch runs.
+struct Device {
+  int major = 0;
+  int multiprocessors = 0;
+  int shared_of_block = 0;
+
+  cudaError_t read() {
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    const auto get = [&](int& value, cudaDeviceAttr attribute) {
+      if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, attribute, device);
+    };
+    get(major, cudaDevAttrComputeCapabilityMajor);
+    get(multiprocessors, cudaDevAttrMultiProcessorCount);
+    get(shared_of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    return error;
+  }
+};
+
+constexpr int kClearThreads = 512;
+
+/// A kernel, so that the next one can start at once and wait only where it needs the counters.
+__global__ void __launch_bounds__(kClearThreads) clear_kernel(unsigned* counters, unsigned count) {
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+  const unsigned i = blockIdx.x * kClearThreads + threadIdx.x;
+  if (i < count) counters[i] = 0;
+}
+
+/// Warps that share the bytes of a tile: as many as the rows of a sequence of average length fill.
+int row_parts_of(const DecodeWorkspaceParams& p) {
+  const int64_t queries = p.seqs > 0 ? (p.tokens + p.seqs - 1) / p.seqs : 1;
+  const int64_t rows = queries * (p.q_heads / p.kv_heads);
+  int parts = 1;
+  while (parts < kMaxRowParts && parts * device::kBlockRows < rows) parts *= 2;
+  return parts;
+}
+
+int64_t state_bytes(const Format& f) {
+  return int64_t{kWarpLanes} * (f.head_dim / kFragmentDim + 1) *
+         static_cast<int64_t>(sizeof(float4));
+}
+
+int64_t tiles_of(const Format& f, int64_t tokens) { return (tokens + f.group - 1) / f.group; }
+
+/// Units of the whole batch, at most.
+int64_t max_split_units(const DecodeWorkspaceParams& p, int64_t units_of_item) {
+  const int64_t rows = row_parts_of(p) * device::kBlockRows;
+  const int64_t row_blocks =
+      std::min(p.seqs, p.tokens) + p.tokens * (p.q_heads / p.kv_heads) / rows;
+  return row_blocks * p.kv_heads * units_of_item;
+}
+
+/// The parts of the workspace, each a multiple of 16 bytes.
+struct Workspace {
+  int64_t counter_bytes = 0;
+  int64_t piece_bytes = 0;
+  int64_t warp_piece_bytes = 0;
+
+  int64_t bytes() const { return counter_bytes + piece_bytes + warp_piece_bytes; }
+};
+
+Workspace workspace_of(const DecodeWorkspaceParams& p, const Device& device) {
+  Workspace w;
+  const int64_t tiles = tiles_of(p.format, p.max_seq_len);
+  const int64_t split_tiles = p.split_tokens / p.format.group;
+  const int64_t units =
+      split_tiles > 0
+          ? std::min<int64_t>((tiles + split_tiles - 1) / std::max<int64_t>(split_tiles, 1),
+                              kMaxSplits)
+          : tiles;
+  if (units <= 1 || p.seqs == 0 || p.tokens == 0) return w;  // no item in several pieces
+  const int64_t parts = row_parts_of(p);
+  const int64_t grid = device.multiprocessors;
+  const int64_t all = split_tiles > 0 ? max_split_units(p, units) : grid;
+  const int64_t counters = split_tiles > 0 ? all * parts : all;
+  w.counter_bytes =
+      (counters * int64_t{sizeof(unsigned)} + kAlignment - 1) / kAlignment * kAlignment;
+  w.piece_bytes = all * parts * state_bytes(p.format) * (split_tiles > 0 ? 1 : 2);
+  if (split_tiles == 0) w.warp_piece_bytes = grid * kDecodeWarps * state_bytes(p.format);
+  return w;
+}
+
+DecodeWorkspaceParams workspace_params(const DecodeParams& p) {
+  return {p.kv.format,   p.kv.seqs,     p.tokens,      p.q_heads,
+          p.kv.kv_heads, p.max_seq_len, p.split_tokens};
+}
+
+bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % kAlignment == 0; }
+
+template <size_t kCount>
+bool are_aligned(const int64_t (&strides)[kCount], int64_t element_bytes) {
+  return std::all_of(strides, strides + kCount,
+                     [=](int64_t stride) { return stride * element_bytes % kAlignment == 0; });
+}
+
+}  // namespace
+
+int64_t decode_workspace_bytes(const DecodeWorkspaceParams& p) {
+  Device device;
+  if (device.read() != cudaSuccess) return 0;  // decode_attention reports it
+  return workspace_of(p, device).bytes();
+}
+
+Status decode_attention(const DecodeParams& p) {
+  Device device;
+  if (const cudaError_t error = device.read(); error != cudaSuccess) {
+    return runtime_error("reading the properties of the device", error);
+  }
+  const Format& f = p.kv.format;
+  const int heads_per_kv = p.q_heads / p.kv.kv_heads;
+  if (p.kv.seqs == 0 || p.tokens == 0) return {};
+  const DecodeWorkspaceParams sizes = workspace_params(p);
+  const Workspace workspace = workspace_of(sizes, device);
+
+  DecodePlan plan{};
+  plan.heads_per_kv = heads_per_kv;
+  plan.row_parts = row_parts_of(sizes);
+  for (plan.rows_shift = 0; 1 << plan.rows_shift < plan.row_parts * device::kBlockRows;) {
+    ++plan.rows_shift;
+  }
+  plan.group_shift = f.group == 64 ? 6 : 7;
+  plan.layout = record_layout(f);
+  // As many teams as have places for the parts of a record; then more places.
+  const int room = device.shared_of_block - kDecodeStaticBytes;
+  const int key_bytes = plan.layout.value_codes;
+  const int value_bytes = plan.layout.bytes - key_bytes;
+  const int least = plan.row_parts == 1 ? 1 : 2;
+  plan.teams = std::min(decode_warps(f.head_dim) / plan.row_parts, room / (least * plan.layout.bytes));
+  if (plan.teams < 1) {
+    return Status::unsupported("this device has too little shared memory for records of " +
+                               std::to_string(plan.layout.bytes) + " bytes");
+  }
+  plan.key_places = plan.value_places = least;
+  const auto ring_bytes = [&](int keys, int values) {
+    return plan.teams * (keys * key_bytes + values * value_bytes);
+  };
+  if (plan.row_parts == 1) {
+    if (ring_bytes(1, 2) <= room) plan.value_places = 2;
+    if (ring_bytes(2, plan.value_places) <= room) plan.key_places = 2;
+  } else {
+    while (plan.key_places < kMaxPlaces &&
+           ring_bytes(plan.key_places + 1, plan.key_places + 1) <= room) {
+      plan.value_places = ++plan.key_places;
+    }
+  }
+  plan.window = static_cast<int>(std::min(p.window_left, kMaxInt));
+  plan.split_tiles = static_cast<int>(
+      std::min(p.split_tokens, std::max<int64_t>(tiles_of(f, p.max_seq_len), 1) * f.group) /
+      f.group);
+  plan.records_aligned = is_aligned(p.kv.cache.data) && are_aligned(p.kv.cache.stride, 1);
+  plan.staging_aligned = is_aligned(p.kv.staging.data) && are_aligned(p.kv.staging.stride, 2);
+  plan.q_aligned = is_aligned(p.q) && are_aligned(p.q_stride, 2);
+  plan.out_aligned = is_aligned(p.out) && are_aligned(p.out_stride, 2);
+  auto* const memory = static_cast<char*>(p.workspace);
+  plan.counters = reinterpret_cast<unsigned*>(memory);
+  plan.pieces = reinterpret_cast<float4*>(memory + workspace.counter_bytes);
+  plan.warp_pieces =
+      reinterpret_cast<float4*>(memory + workspace.counter_bytes + workspace.piece_bytes);
+  if (workspace.counter_bytes > 0) {
+    const auto count = static_cast<unsigned>(workspace.counter_bytes / int64_t{sizeof(unsigned)});
+    Status status = launch(clear_kernel, dim3((count + kClearThreads - 1) / kClearThreads),
+                           dim3(kClearThreads), 0, p.stream, plan.counters, count);
+    if (!status.ok()) return status;
+    plan.overlapped = device.major >= 9;
+  }
+  const int shared_bytes = std::max(ring_bytes(plan.key_places, plan.value_places),
+                                    plan.teams * plan.row_parts * static_cast<int>(state_bytes(f)));
+  const int grid = device.multiprocessors;
+  if (f == Format{4, 2, 128, 128}) {
+    return launch_decode<StaticFormat<4, 2, 128, 128>>(p, plan, grid, shared_bytes);
+  }
+  switch (f.head_dim) {
+    case 64:
+      return launch_decode<AnyFormat<64>>(p, plan, grid, shared_bytes);
+    case 128:
+      return launch_decode<AnyFormat<128>>(p, plan, grid, shared_bytes);
+    default:
+      return launch_decode<AnyFormat<256>>(p, plan, grid, shared_bytes);
+  }
+}
+
+}  // namespace kvarn::cuda

@@ -1,0 +1,24 @@
+// One instance of the decode kernel a file: they compile slowly.
+#pragma once
+
+#include "cuda/decode_kernel.cuh"
+#include "cuda/launch.h"
+
+namespace kvarn::cuda {
+
+template <class F, bool kAlone>
+Status launch_decode(const DecodeParams& p, const DecodePlan& plan, int grid, int shared_bytes) {
+  const auto kernel = decode_kernel<F, 1, kAlone>;
+  const auto bytes = static_cast<size_t>(shared_bytes);
+  if (Status status = allow_shared_memory(kernel, bytes); !status.ok()) return status;
+  return launch_behind(kernel, dim3(static_cast<unsigned>(grid)), dim3(F::kWarps * kWarpLanes), bytes,
+                       p.stream, plan.overlapped, p, plan);
+}
+
+template <class F>
+Status launch_decode(const DecodeParams& p, const DecodePlan& plan, int grid, int shared_bytes) {
+  return plan.row_parts == 1 ? launch_decode<F, true>(p, plan, grid, shared_bytes)
+                             : launch_decode<F, false>(p, plan, grid, shared_bytes);
+}
+
+}  // namespace kvarn::cuda
