@@ -367,7 +367,8 @@ def append_kv(
 
     Args:
         key, value: floating point ``[T, Hkv, D]``, not rotated.
-        slot_mapping: ``[T]``: ``block*G + row``, or negative for padding, which is skipped.
+        slot_mapping: ``[T]``: ``block*G + row``, all different, or negative for padding, which is
+            skipped. What a row gets that is named twice is not defined.
         staging: the dtype of ``key``, ``[slots, 2, Hkv, G, D]``; written in place.
         block_slot: ``[num_blocks]``: the staging slot of a block; -1 (a record) cannot be written.
         fmt: the format of the cache.

@@ -255,16 +255,21 @@ def _clamp_scale(c: Tensor) -> Tensor:
     return c.clamp(2.0**-12, 2.0**14)
 
 
-def guarded_sinkhorn(t: Tensor, rows: Tensor, cols: Tensor, iterations: int, key: bool) -> Tensor:
+def guarded_sinkhorn(
+    t: Tensor, rows: Tensor, cols: Tensor, bits: int, iterations: int, key: bool
+) -> Tensor:
     """Column scale of the variance normalization [N, C], or of the alternative (keys: token rms,
     values: ones) where the latter loses less than 0.75 as much.
 
     The loss is the sum over live tokens of ``|step|^2 / |t|^2``, where the step of an element is
     the range of its row of ``t / c`` (min-max coding divides it by the levels) times the scale of
     its column. One token of 100 sigma along a single Walsh row otherwise drives one column scale so
-    high that all other tokens are destroyed.
+    high that all other tokens are destroyed. Among keys it takes one channel of D from the others,
+    which with 2 or 3 bits is less than their rounding error: these keep the normalization.
     """
     _, sinkhorn = sinkhorn_scales(t, rows, cols, iterations)
+    if key and bits < 4:
+        return sinkhorn
     alternative = token_rms(t, cols) if key else torch.ones_like(sinkhorn)
     energy = t.square().sum(1 if key else 2)
     counted = (cols if key else rows) & (energy > 0)
@@ -463,13 +468,13 @@ def encode(
 ) -> Tile:
     """Codes and scales of rotated tiles ``t [N, R, C]`` whose live tokens the masks name."""
     if fit == "minmax":
-        c = guarded_sinkhorn(t, rows, cols, iterations, key)
+        c = guarded_sinkhorn(t, rows, cols, bits, iterations, key)
         q, s, z = min_max(t, c, rows, cols, 2**bits - 1)
         lo, hi = row_range(t / c[:, None, :], rows, cols)
         return store(t, q, s, z, c, (lo + hi) / 2, rows, cols, bits)
     if iterations > 0:
         sized = bring_to_size(t, rows, cols)
-        c = without_gauge(guarded_sinkhorn(sized, rows, cols, iterations, key), cols)
+        c = without_gauge(guarded_sinkhorn(sized, rows, cols, bits, iterations, key), cols)
     else:
         c = token_rms(t, cols) if key else channel_spread(t, rows)
     q, s, z, c, mx = unbiased(t, c, rows, cols, bits, key)

@@ -34,11 +34,14 @@ def test_against_the_cpu(shape: tuple[int, int], iterations: int) -> None:
     want, want_row, want_col = ops.variance_normalize(x, iterations=iterations)
     product = balanced * row_scale[:, :, None] * col_scale[:, None, :]
     assert torch.allclose(product, x, rtol=1e-5)
+    # The deviation of two nearly equal numbers is their rounding errors: no imbalance then.
+    if min(shape) > 2:
+        assert torch.allclose(imbalance(balanced), imbalance(want), rtol=1e-3)
     # Rounds that balance equally well differ in their scales: these are compared for one round.
-    assert torch.allclose(imbalance(balanced), imbalance(want), rtol=1e-3)
     if iterations <= 1:
-        assert torch.allclose(row_scale, want_row, rtol=1e-5)
-        assert torch.allclose(col_scale, want_col, rtol=1e-5)
+        rtol = 1e-5 if max(shape) < 1000 else 1e-4  # of fp32 sums in another order
+        assert torch.allclose(row_scale, want_row, rtol=rtol)
+        assert torch.allclose(col_scale, want_col, rtol=rtol)
 
 
 def test_scales_of_one_round() -> None:

@@ -40,9 +40,11 @@ class Agreement:
 
     Sums in another order put a value near a rounding tie, now and then, on its other side; then the
     scales of its row and its column move. So the bounds are for millions of codes: at most one in
-    10,000 differs (8 bits: three), by one, and elements of the same code are within 1e-3. One whose
+    10,000 differs (8 bits: ten), by one, and elements of the same code are within 1e-3. One whose
     code differs is off by a whole step: their number bounds these (with 2 bits, one code in 10,000
-    is an error of 1e-2).
+    is an error of 1e-2). With 8 bits a column scale that rounds to the other fp16 neighbour, 1/2048
+    away, moves the codes of its column by up to 1/8: 5e-7 of difference in the scale before that
+    costs one code in 3,000.
     """
 
     def __init__(self) -> None:
@@ -69,7 +71,7 @@ class Agreement:
             self.energy += float(exact[side].double().square().sum())
 
     def check(self) -> None:
-        for eight_bits, limit in ((False, 1e-4), (True, 3e-4)):
+        for eight_bits, limit in ((False, 1e-4), (True, 1e-3)):
             names = [name for name in self.codes if (name[1] == "8") == eight_bits]
             codes = sum(self.codes[name] for name in names)
             share = {name: self.differing[name] / self.codes[name] for name in names}
@@ -329,7 +331,8 @@ def test_fault03_a_bad_token_touches_no_other(
             assert torch.equal(approx[1], was[1])
             assert torch.equal(approx[0][:, [0, 2]], was[0][:, [0, 2]])
             now = token_mse(approx[0, live, 1], x[0, live, 1].float()).mean()
-            assert now < 1.05 * token_mse(was[0, live, 1], x[0, live, 1].float()).mean()
+            # Of one tile; test_encoder.py holds the mean of many to 1.05.
+            assert now < 1.08 * token_mse(was[0, live, 1], x[0, live, 1].float()).mean()
 
 
 @pytest.mark.parametrize("fit", ["unbiased", "minmax"])

@@ -71,7 +71,11 @@ def test_fault12_int32_and_int64(op: str) -> None:
         same_bits(op_calls.run(op, arguments), expected(op))
 
 
-@pytest.mark.parametrize(("op", "name"), INPUTS)
+# Several tokens for one row: which one it gets is not defined.
+EXPANDED = [i for i in INPUTS if i != ("append_kv", "slot_mapping")]
+
+
+@pytest.mark.parametrize(("op", "name"), EXPANDED)
 def test_fault12_expanded_inputs(op: str, name: str) -> None:
     """Stride 0 in the first dimension: all its entries are the first one."""
     arguments = gpu.call(op)

@@ -176,9 +176,9 @@ inline float size_factor(const Tile& tile, const float* energy) {
   return __builtin_ldexpf(64.f, -static_cast<int>(round_even(__builtin_log2f(mean_square) / 2)));
 }
 
-/// What the guard compares: the sum over tokens of squared step / energy, up to a common factor. The
-/// step of an element is the range of its row of T / col_scale times the scale of its column, so it
-/// is a product of a sum over rows and one over columns.
+/// What the guard compares: the sum over tokens of squared step / energy, up to a common factor.
+/// The step of an element is the range of its row of T / col_scale times the scale of its column,
+/// so it is a product of a sum over rows and one over columns.
 inline float guard_loss(const Tile& tile, const float* __restrict col_scale, FitScratch& scratch) {
   const float* const energy = scratch.energy;
   const auto share = [&](int token) { return energy[token] > 0 ? 1 / energy[token] : 0.f; };
@@ -206,13 +206,14 @@ inline float guard_loss(const Tile& tile, const float* __restrict col_scale, Fit
 
 /// Sinkhorn's column scales, of the tile as it is or `brought_to_size`, unless one massive token
 /// has driven them so far that the others are lost: then V does without and K takes the closed
-/// form.
+/// form. Of keys it takes one channel, less than the rounding error of 2 or 3 bits.
 inline void guarded_sinkhorn(const Tile& tile, int iterations, bool brought_to_size,
                              float* col_scale, FitScratch& scratch) {
   token_energy(tile, scratch.energy);
   sinkhorn(tile.data, tile.rows, tile.cols, tile.stride,
            brought_to_size ? size_factor(tile, scratch.energy) : 1.f, iterations, scratch.row_scale,
            col_scale, scratch.normalize);
+  if (!tile.rows_are_tokens && tile.bits < 4) return;
   float* const alternative = scratch.alternative;
   if (tile.rows_are_tokens) {
     for (int j = 0; j < tile.cols; ++j) alternative[j] = 1;

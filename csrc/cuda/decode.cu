@@ -23,14 +23,15 @@ namespace {
 
 constexpr int64_t kMaxInt = 2147483647;
 constexpr int64_t kAlignment = 16;
-constexpr int kMaxRowParts = 8;
-constexpr int kMaxPlaces = 4;
+constexpr int kMaxRings = 16;
 
 /// Of the device on which a launch runs.
 struct Device {
   int major = 0;
   int multiprocessors = 0;
+  int shared_of_multiprocessor = 0;
   int shared_of_block = 0;
+  int reserved_of_block = 0;
 
   cudaError_t read() {
     int device = 0;
@@ -40,7 +41,9 @@ struct Device {
     };
     get(major, cudaDevAttrComputeCapabilityMajor);
     get(multiprocessors, cudaDevAttrMultiProcessorCount);
+    get(shared_of_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
     get(shared_of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    get(reserved_of_block, cudaDevAttrReservedSharedMemoryPerBlock);
     return error;
   }
 };
@@ -56,12 +59,18 @@ __global__ void __launch_bounds__(kClearThreads) clear_kernel(unsigned* counters
   if (i < count) counters[i] = 0;
 }
 
+int blocks_per_multiprocessor(int head_dim) { return head_dim == 64 ? 2 : 1; }
+
+int grid_of(const Device& device, int head_dim) {
+  return device.multiprocessors * blocks_per_multiprocessor(head_dim);
+}
+
 /// Warps that share the bytes of a tile: as many as the rows of a sequence of average length fill.
 int row_parts_of(const DecodeWorkspaceParams& p) {
   const int64_t queries = p.seqs > 0 ? (p.tokens + p.seqs - 1) / p.seqs : 1;
   const int64_t rows = queries * (p.q_heads / p.kv_heads);
   int parts = 1;
-  while (parts < kMaxRowParts && parts * device::kBlockRows < rows) parts *= 2;
+  while (parts < kDecodeWarps && parts * device::kBlockRows < rows) parts *= 2;
   return parts;
 }
 
@@ -100,7 +109,7 @@ Workspace workspace_of(const DecodeWorkspaceParams& p, const Device& device) {
           : tiles;
   if (units <= 1 || p.seqs == 0 || p.tokens == 0) return w;  // no item in several pieces
   const int64_t parts = row_parts_of(p);
-  const int64_t grid = device.multiprocessors;
+  const int64_t grid = grid_of(device, p.format.head_dim);
   const int64_t all = split_tiles > 0 ? max_split_units(p, units) : grid;
   const int64_t counters = split_tiles > 0 ? all * parts : all;
   w.counter_bytes =
@@ -150,29 +159,17 @@ Status decode_attention(const DecodeParams& p) {
   }
   plan.group_shift = f.group == 64 ? 6 : 7;
   plan.layout = record_layout(f);
-  // As many teams as have places for the parts of a record; then more places.
-  const int room = device.shared_of_block - kDecodeStaticBytes;
-  const int key_bytes = plan.layout.value_codes;
-  const int value_bytes = plan.layout.bytes - key_bytes;
-  const int least = plan.row_parts == 1 ? 1 : 2;
-  plan.teams = std::min(decode_warps(f.head_dim) / plan.row_parts, room / (least * plan.layout.bytes));
+  plan.stage_bytes = plan.layout.bytes;
+  const int blocks = blocks_per_multiprocessor(f.head_dim);
+  const int room = std::min(device.shared_of_block,
+                            device.shared_of_multiprocessor / blocks - device.reserved_of_block) -
+                   kDecodeStaticBytes;
+  plan.teams = std::min(kDecodeWarps / plan.row_parts, room / (2 * plan.stage_bytes));
   if (plan.teams < 1) {
-    return Status::unsupported("this device has too little shared memory for records of " +
-                               std::to_string(plan.layout.bytes) + " bytes");
+    return Status::unsupported("this device has too little shared memory for two records of " +
+                               std::to_string(plan.stage_bytes) + " bytes");
   }
-  plan.key_places = plan.value_places = least;
-  const auto ring_bytes = [&](int keys, int values) {
-    return plan.teams * (keys * key_bytes + values * value_bytes);
-  };
-  if (plan.row_parts == 1) {
-    if (ring_bytes(1, 2) <= room) plan.value_places = 2;
-    if (ring_bytes(2, plan.value_places) <= room) plan.key_places = 2;
-  } else {
-    while (plan.key_places < kMaxPlaces &&
-           ring_bytes(plan.key_places + 1, plan.key_places + 1) <= room) {
-      plan.value_places = ++plan.key_places;
-    }
-  }
+  plan.stages = std::min(room / (plan.teams * plan.stage_bytes), kMaxRings / plan.teams);
   plan.window = static_cast<int>(std::min(p.window_left, kMaxInt));
   plan.split_tiles = static_cast<int>(
       std::min(p.split_tokens, std::max<int64_t>(tiles_of(f, p.max_seq_len), 1) * f.group) /
@@ -193,9 +190,9 @@ Status decode_attention(const DecodeParams& p) {
     if (!status.ok()) return status;
     plan.overlapped = device.major >= 9;
   }
-  const int shared_bytes = std::max(ring_bytes(plan.key_places, plan.value_places),
-                                    plan.teams * plan.row_parts * static_cast<int>(state_bytes(f)));
-  const int grid = device.multiprocessors;
+  const int ring_bytes = plan.teams * plan.stages * plan.stage_bytes;
+  const int shared_bytes = std::max(ring_bytes, static_cast<int>(kDecodeWarps * state_bytes(f)));
+  const int grid = grid_of(device, f.head_dim);
   if (f == Format{4, 2, 128, 128}) {
     return launch_decode<StaticFormat<4, 2, 128, 128>>(p, plan, grid, shared_bytes);
   }

@@ -24,29 +24,23 @@
 #include "device/numeric.cuh"
 #include "device/ring.cuh"
 
-#ifdef KVARN_TRACE  // TRACE
-static __device__ long long trace_data[132 * 2][16];  // TRACE
-#define TRACE(i) if (threadIdx.x == 0) trace_data[blockIdx.x][i] = clock64();  // TRACE
-#else  // TRACE
-#define TRACE(i)  // TRACE
-#endif  // TRACE
 namespace kvarn::cuda {
 
 /// A number that is the same in all lanes, told to the compiler: it branches on it without
 /// provisions for lanes that part.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(device::kAllLanes, x, 0); }
 
+inline constexpr int kMaxStages = 16;  ///< of all rings of a block
 
-/// A tile that a team is about to read.
-struct alignas(16) NextTile {
-  const uint8_t* record;  ///< null: staged, or none
-  int tile;               ///< of the sequence
-  int slot;               ///< staging slot, -1: a record
+/// What a stage of a ring holds.
+struct alignas(16) StageTile {
+  int tile;  ///< of the sequence
+  int slot;  ///< staging slot, -1: the record is in the stage
   int flags;
 };
 
-/// Whose tiles they are.
-struct Piece {
+/// Whose tile it is.
+struct alignas(16) StagePiece {
   int seq;
   int head;
   int row_block;
@@ -55,7 +49,7 @@ struct Piece {
   int first_unit;  ///< with splits, number of the item's first unit in the batch
 };
 
-enum TileFlags : int {
+enum StageFlags : int {
   kEnd = 1,          ///< nothing more
   kFirstTile = 2,    ///< of a piece
   kLastTile = 4,
@@ -82,56 +76,37 @@ struct TeamShare {
   bool middle;        ///< both, and they are the same item
 };
 
-/// Where a team is in its share: what is not needed with every tile is not in registers.
-struct TeamProgress {
-  Cursor cursor;  ///< of the tiles that are looked up next
-  int ahead;      ///< the first of them
-  int ahead_flags;
-  Piece piece;  ///< of the tiles that are next
-  int begin;    ///< its tiles
-  int end;
-  int flags;
-  int first;  ///< the first tile of those that were looked up last
+/// Where a team is in its share: needed once a tile, so not in registers.
+struct alignas(16) TeamProgress {
+  Cursor cursor;
+  StagePiece piece;
 };
 
-struct BlockPlace {
-  int block;
-  int slot;  ///< staging slot, -1: a record
+/// A tile that was looked up.
+struct alignas(16) TilePlace {
+  const uint8_t* record;  ///< null: there is none
+  int slot;
 };
-
-/// The ring of a team: places for K and V parts, and what is known of the tiles ahead.
-inline constexpr int kMaxPlaces = 4;
-inline constexpr int kMaxAhead = 8;     ///< tiles; a power of two
-inline constexpr int kMaxTiles = 48;    ///< ahead, of all teams
-inline constexpr int kMaxRings = 12;
-inline constexpr int kLookup = 16;  ///< tiles whose blocks are looked up together
 
 struct DecodeShared {
   SequenceScan scan;
+  TeamProgress progress[kDecodeWarps];
+  TilePlace place[kDecodeWarps][kWarpLanes];
+  StagePiece piece[kMaxStages];
   Division division;
-  device::Barrier full[kMaxRings][2 * kMaxPlaces];   ///< K parts, then V parts
-  device::Barrier empty[kMaxRings][kMaxPlaces];      ///< with several warps in a team
-  NextTile tile[kMaxTiles];
-  Piece piece[kMaxTiles];
-  TeamProgress progress[kMaxRings];
-  BlockPlace place[kMaxRings][kLookup];
-  Piece current[kDecodeWarps];  ///< of each warp
-  TeamShare share[kMaxRings];
+  device::Barrier full[kMaxStages];
+  device::Barrier empty[kMaxStages];
+  StageTile tile[kMaxStages];
+  TeamShare share[kDecodeWarps];
   bool join[2];
 };
-static_assert(sizeof(DecodeShared) <= kDecodeStaticBytes);
 
-/// What all and any rows of a warp see, and the scales of their scores.
+/// What the rows of a warp see, and their scales.
 template <int kBlocks>
 struct WarpRows {
   VisibleRange seen;
-  float scale[kBlocks][2];  ///< score -> logit, base 2
-};
-
-/// What each row of a lane sees.
-template <int kBlocks>
-struct RowsVisible {
   Visible row[kBlocks][2];
+  float scale[kBlocks][2];  ///< score -> logit, base 2
 };
 
 /// The (query token, head of the group) rows of a sequence and KV head that a warp has.
@@ -151,23 +126,6 @@ struct RowPlace {
 
   __device__ __forceinline__ int query_of(const DecodePlan& plan, int row) const {
     return queries == 1 ? 0 : row / plan.heads_per_kv;
-  }
-
-  template <int kBlocks>
-  __device__ __forceinline__ RowsVisible<kBlocks> visible_of(const DecodeParams& p,
-                                                             const DecodePlan& plan,
-                                                             int lane) const {
-    const int length = sequence_work(p, plan, seq).length;
-    RowsVisible<kBlocks> v;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = min(first + b * device::kBlockRows + 2 * (lane % 4) + i, count - 1);
-        v.row[b][i] = visible(p, plan, length, queries, query_of(plan, row));
-      }
-    }
-    return v;
   }
 };
 
@@ -216,46 +174,23 @@ __device__ __forceinline__ void load_query_row(const DecodeParams& p, const Deco
   }
 }
 
-/// A power of two brings the largest element of a row to 8..16, so that its rotation (up to sqrt(D)
-/// as large) is below 2^8. v: a lane's elements of the row.
-template <int kCount>
-__device__ __forceinline__ int row_exponent(const float (&v)[kCount]) {
-  float most = 0.f;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) most = fmaxf(most, fabsf(v[i]));
-  most = fmaxf(most, __shfl_xor_sync(device::kAllLanes, most, 1));
-  most = fmaxf(most, __shfl_xor_sync(device::kAllLanes, most, 2));
-  return max(__float_as_int(most) >> 23, 64);
-}
-
-/// What the row is multiplied by; it takes the sign of the scale of the scores.
-__device__ __forceinline__ float row_normalizer(int exponent, float sm_scale) {
-  return copysignf(__int_as_float((257 - exponent) << 23), sm_scale);
-}
-
-/// And the inverse of it.
-__device__ __forceinline__ float row_unit(int exponent) {
-  return __int_as_float((exponent - 3) << 23);
-}
-
 template <bool kBFloat16, int kDim>
-__device__ __forceinline__ void pack_query(const float (&v)[kDim / 4], float scale,
+__device__ __forceinline__ void pack_query(const float (&v)[kDim / 4],
                                            uint32_t (&b)[kDim / 32][4]) {
 #pragma unroll
   for (int j = 0; j < kDim / 32; ++j) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      b[j][i] = device::pack_pair<kBFloat16>(v[8 * j + 2 * i] * scale,
-                                             v[8 * j + 2 * i + 1] * scale);
+      b[j][i] = device::pack_pair<kBFloat16>(v[8 * j + 2 * i], v[8 * j + 2 * i + 1]);
     }
   }
 }
 
-/// What the rows see, and the query in the rotated basis.
-template <int kDim, int kBlocks>
+/// What the rows of a warp see.
+template <int kBlocks>
 __device__ __forceinline__ void open_item(const DecodeParams& p, const DecodePlan& plan,
-                                          const RowPlace& place, int lane, WarpRows<kBlocks>& rows,
-                                          device::QueryOperand<kDim, kBlocks>& rotated) {
+                                          const RowPlace& place, int lane,
+                                          WarpRows<kBlocks>& rows) {
   const int length = sequence_work(p, plan, place.seq).length;
   const int last = min(place.first + kBlocks * device::kBlockRows, place.count) - 1;
   rows.seen = {{0, 0}, {0, 0}};
@@ -265,19 +200,12 @@ __device__ __forceinline__ void open_item(const DecodeParams& p, const DecodePla
   }
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
-    float v[kDim / 4];
-    load_query_row<kDim>(p, plan, place, b, lane, v);
-    const int exponent = row_exponent(v);
-    const float scale = fmaxf(fabsf(p.sm_scale) * row_unit(exponent) * device::kLog2e,
-                              1.17549435e-38f);  // never -infinity * 0
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      rows.scale[b][i] = __shfl_sync(device::kAllLanes, scale, 4 * (2 * (lane % 4) + i));
+      const int row = place.first + b * device::kBlockRows + 2 * (lane % 4) + i;
+      rows.row[b][i] = visible(p, plan, length, place.queries,
+                               place.query_of(plan, min(row, place.count - 1)));
     }
-    device::butterfly_registers<1, kDim / 4>(v);
-    device::butterfly_lanes<1, 4>(v, lane);
-    pack_query<false, kDim>(
-        v, row_normalizer(exponent, p.sm_scale) * device::orthonormal_scale(kDim), rotated.b[b]);
   }
 }
 
@@ -290,8 +218,7 @@ __device__ __forceinline__ int token_of(int tile, int lane) {
 /// Scores [block][j][2*i + parity] of the tokens i of tiles j -> probabilities relative to
 /// state.top, whose sum is added to the state. unit: of the scores. kPlain: no soft cap, and all rows see all tokens.
 template <bool kPlain, int kDim, int kBlocks, int kRowTiles>
-__device__ __forceinline__ void probabilities(const WarpRows<kBlocks>& rows,
-                                              const RowsVisible<kBlocks>& visible, float unit,
+__device__ __forceinline__ void probabilities(const WarpRows<kBlocks>& rows, float unit,
                                               float soft_cap, int first_token, int lane,
                                               float (&scores)[kBlocks][kRowTiles][4],
                                               device::SoftmaxState<kDim, kBlocks>& state) {
@@ -326,7 +253,7 @@ __device__ __forceinline__ void probabilities(const WarpRows<kBlocks>& rows,
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int token = first_token + token_of(j, lane) + i / 2;
-          const Visible& seen = visible.row[b][i % 2];
+          const Visible& seen = rows.row[b][i % 2];
           if (token < seen.begin || token >= seen.end) scores[b][j][i] = device::negative_infinity();
         }
       }
@@ -385,7 +312,7 @@ __device__ __forceinline__ void probabilities(const WarpRows<kBlocks>& rows,
 /// weight(j, i): of token i of tile j. What a row does not see is 0 whatever its weight.
 template <bool kPlain, bool kBFloat16, int kBlocks, int kRowTiles, class Weight>
 __device__ __forceinline__ void pack_probabilities(
-    const float (&p)[kBlocks][kRowTiles][4], const RowsVisible<kBlocks>& visible, int first_token,
+    const float (&p)[kBlocks][kRowTiles][4], const WarpRows<kBlocks>& rows, int first_token,
     int lane, const Weight& weight, device::ProbabilityOperand<kRowTiles, kBlocks>& to) {
 #pragma unroll
   for (int j = 0; j < kRowTiles; ++j) {
@@ -399,7 +326,7 @@ __device__ __forceinline__ void pack_probabilities(
         if constexpr (!kPlain) {
 #pragma unroll
           for (int k = 0; k < 2; ++k) {
-            const Visible& seen = visible.row[b][k];
+            const Visible& seen = rows.row[b][k];
             if (token < seen.begin || token >= seen.end) pair[k] = 0.f;
           }
         }
@@ -587,12 +514,10 @@ __device__ __forceinline__ ItemPlace item_of(const Cursor& c) {
   return {c.item_start, c.work.units, c.seq, c.head, c.row_block};
 }
 
-/// The first warp of a team finds the tiles of its share, 16 of a piece at a time, a lane each, and
-/// fills the ring. While the memory is busy with records, a look-up takes as long as several tiles:
-/// the next 16 are looked up while these are read. All numbers are the same in all lanes.
+/// The first warp of a team finds the tiles of its share, up to 32 of a piece at a time, a lane each,
+/// and fills the ring. All numbers are the same in all lanes.
 class Producer {
  public:
-  /// Finds the first piece and asks for the blocks of its first tiles.
   __device__ __forceinline__ void start(const DecodeParams& p, const DecodePlan& plan,
                                         DecodeShared& shared, int chunk, unsigned share, int team,
                                         int lane) {
@@ -601,169 +526,117 @@ class Producer {
     if (lane == 0) {
       shared.share[team].first = item_of(cursor);
       shared.share[team].cut_at_begin = plan.split_tiles == 0 && !cursor.begins_item();
-      shared.progress[team] = {cursor, cursor.tile, flags_of(cursor), piece_of(cursor), 0, 0, 0, 0};
     }
-    next_ = found_ = 0;
-    ask_blocks(p, cursor, cursor.tile, lane);
-    __syncwarp();
+    open(p, shared, cursor, team, lane);
   }
 
-  /// Describes the next tile.
-  __device__ __forceinline__ void describe(const DecodeParams& p, const DecodePlan& plan,
-                                           DecodeShared& shared, NextTile& tile, Piece& piece,
-                                           int team, int lane) {
-    if (next_ == found_) turn(p, plan, shared, team, lane);
-    if (next_ == ask_slots_at_) ask_slots(p);
-    if (lane == 0) {
-      const TeamProgress& progress = shared.progress[team];
-      const int flags = progress.flags;
-      const BlockPlace place = shared.place[team][(next_ - progress.first) % kLookup];
-      NextTile t{nullptr, next_, place.slot, flags};
-      if (place.slot < 0 && !(flags & (kEnd | kNoTile))) {
-        t.record = p.kv.cache.data + place.block * p.kv.cache.stride[0] +
-                   progress.piece.head * p.kv.cache.stride[1];
-      }
-      if (next_ == progress.begin) {
-        t.flags |= kFirstTile;
-        piece = progress.piece;
-      }
-      if (next_ + 1 >= progress.end) t.flags |= kLastTile;
-      tile = t;
+  /// Puts the next tile into a stage that is free. at: number of the stage in the block.
+  __device__ __forceinline__ StageTile fill(const DecodeParams& p, const DecodePlan& plan,
+                                            DecodeShared& shared, uint8_t* stage, int at, int team,
+                                            int bytes, int lane) {
+    if (next_ == found_) more(p, plan, shared, team, lane);
+    const TilePlace place = shared.place[team][(next_ - first_) % kWarpLanes];
+    StageTile tile{next_, place.slot, flags_};
+    if (next_ == begin_) {
+      tile.flags |= kFirstTile;
+      if (lane == 0) shared.piece[at] = shared.progress[team].piece;
     }
-    ++next_;
-    __syncwarp();
+    if (++next_ >= end_) tile.flags |= kLastTile;
+    if (lane == 0) shared.tile[at] = tile;
+    device::Barrier* const barrier = &shared.full[at];
+    if (place.record == nullptr) {
+      device::RingCopy::arrive(barrier, lane);
+    } else if (plan.records_aligned) {
+      device::RingCopy::copy(stage, place.record, bytes, barrier, lane);
+    } else {
+      device::copy_bytes(stage, place.record, bytes, lane);
+      __syncwarp();
+      device::RingCopy::arrive(barrier, lane);
+    }
+    return tile;
   }
 
  private:
-  __device__ __forceinline__ static Piece piece_of(const Cursor& c) {
-    return {c.seq, c.head, c.row_block, c.unit, c.work.units, static_cast<int>(c.item_start)};
-  }
-  __device__ __forceinline__ static int flags_of(const Cursor& c) {
-    return (c.begins_item() ? kBeginsItem : 0) | (c.ends_item() ? kEndsItem : 0) |
-           (c.tile >= c.tile_end ? kNoTile : 0) | kFirstTile;
-  }
-
-  /// For the tiles from `first` on.
-  __device__ __forceinline__ void ask_blocks(const DecodeParams& p, const Cursor& cursor, int first,
-                                             int lane) {
-    block_ = -1;
-    slot_ = -1;
-    ask_slots_at_ = 0;
-    if (lane < kLookup && first + lane < cursor.tile_end) {
-      block_ = static_cast<int>(p.kv.block_table.at(cursor.seq, first + lane));
-    }
-  }
-
-  __device__ __forceinline__ void ask_slots(const DecodeParams& p) {
-    if (p.kv.block_slot.data != nullptr && block_ >= 0) {
-      slot_ = static_cast<int>(p.kv.block_slot[block_]);
-    }
-    ask_slots_at_ = -1;
-  }
-
-  /// What was looked up is next, and what follows it is asked for.
-  __device__ __forceinline__ void turn(const DecodeParams& p, const DecodePlan& plan,
+  /// The next tiles of the piece, or the next piece.
+  __device__ __forceinline__ void more(const DecodeParams& p, const DecodePlan& plan,
                                        DecodeShared& shared, int team, int lane) {
-    TeamProgress& progress = shared.progress[team];
-    Cursor cursor = progress.cursor;
-    int ahead_flags = progress.ahead_flags;
-    if (ahead_flags & kEnd) {
-      __syncwarp();
-      if (lane == 0) {
-        progress.flags = kEnd;
-        progress.begin = -1;
-      }
-      __syncwarp();
+    __syncwarp();
+    if (flags_ == kEnd) {  // again and again
       found_ = next_ + 1;
       return;
     }
-    if (ask_slots_at_ >= 0) ask_slots(p);
-    if (lane < kLookup) shared.place[team][lane] = {block_, slot_};
-    next_ = progress.ahead;
-    __syncwarp();
-    found_ = max(min(next_ + kLookup, cursor.tile_end), next_ + 1);  // one without tiles
-    if (lane == 0) {
-      progress.first = next_;
-      if (ahead_flags & kFirstTile) {
-        progress.begin = next_;
-        progress.end = cursor.tile_end;
-        progress.flags = ahead_flags & ~kFirstTile;
-        progress.piece = piece_of(cursor);
-      }
+    Cursor cursor = shared.progress[team].cursor;
+    if (next_ < end_) {
+      find(p, shared, cursor, team, lane);
+      return;
     }
-    int ahead = found_;
-    ahead_flags = 0;
-    if (ahead >= cursor.tile_end) {
-      const bool cut = plan.split_tiles == 0 && !cursor.ends_item();
-      const ItemPlace item = item_of(cursor);
-      if (cursor.next(p, plan)) {
-        ahead = cursor.tile;
-        ahead_flags = flags_of(cursor);
-        prefetch_query(p, plan, cursor, lane);
-        if (lane == 0) progress.cursor = cursor;
-      } else {
-        ahead_flags = kEnd;
-        ahead = cursor.tile_end;
-        if (lane == 0) {
-          TeamShare& share = shared.share[team];
-          share.last = item;
-          share.cut_at_end = cut;
-          share.middle = cut && share.cut_at_begin && share.first.start == item.start;
-        }
-      }
+    const bool cut = plan.split_tiles == 0 && !cursor.ends_item();
+    const ItemPlace item = item_of(cursor);
+    if (cursor.next(p, plan)) {
+      open(p, shared, cursor, team, lane);
+      return;
     }
-    ask_blocks(p, cursor, ahead, lane);
-    ask_slots_at_ = min(next_ + kLookup / 4, found_ - 1);
+    flags_ = kEnd;
+    begin_ = -1;
+    first_ = next_;
+    found_ = next_ + 1;
     if (lane == 0) {
-      progress.ahead = ahead;
-      progress.ahead_flags = ahead_flags;
+      shared.place[team][0] = {nullptr, -1};
+      TeamShare& share = shared.share[team];
+      share.last = item;
+      share.cut_at_end = cut;
+      share.middle = cut && share.cut_at_begin && share.first.start == item.start;
     }
     __syncwarp();
   }
 
-  /// The first rows of a piece: of one query token.
-  __device__ __forceinline__ static void prefetch_query(const DecodeParams& p,
-                                                        const DecodePlan& plan, const Cursor& c,
-                                                        int lane) {
-    const int row = (c.row_block << plan.rows_shift) + lane / 4;
-    const int query = c.work.queries == 1 ? 0 : row / plan.heads_per_kv;
-    if (query >= c.work.queries || row >= c.work.queries * plan.heads_per_kv) return;
-    const int64_t token = query_begin(p, c.seq) + int64_t{query};
-    const int head = (c.head - query) * plan.heads_per_kv + row;
-    const int64_t at = token * p.q_stride[0] + head * p.q_stride[1] +
-                       lane % 4 * (p.kv.format.head_dim / 4);
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const uint16_t*>(p.q) + at));
+  __device__ __forceinline__ void open(const DecodeParams& p, DecodeShared& shared,
+                                       const Cursor& cursor, int team, int lane) {
+    begin_ = next_ = cursor.tile;
+    end_ = cursor.tile_end;
+    flags_ = (cursor.begins_item() ? kBeginsItem : 0) | (cursor.ends_item() ? kEndsItem : 0) |
+             (begin_ == end_ ? kNoTile : 0);
+    if (lane == 0) {
+      shared.progress[team] = {cursor,
+                               {cursor.seq, cursor.head, cursor.row_block, cursor.unit,
+                                cursor.work.units, static_cast<int>(cursor.item_start)}};
+    }
+    find(p, shared, cursor, team, lane);
   }
 
-  int next_;  ///< tile
-  int found_;  ///< the tiles before it have been looked up
-  int ask_slots_at_;  ///< tile; -1: already asked
-  int block_;  ///< of the lane's tile of those that are looked up next
-  int slot_;
+  __device__ __forceinline__ void find(const DecodeParams& p, DecodeShared& shared,
+                                       const Cursor& cursor, int team, int lane) {
+    first_ = next_;
+    found_ = max(min(next_ + kWarpLanes, end_), next_ + 1);  // a piece without tiles has one stage
+    TilePlace place{nullptr, -1};
+    const int tile = next_ + lane;
+    if (tile < end_) {
+      const int64_t block = p.kv.block_table.at(cursor.seq, tile);
+      if (p.kv.block_slot.data != nullptr) place.slot = static_cast<int>(p.kv.block_slot[block]);
+      if (place.slot < 0) {
+        place.record = p.kv.cache.data + block * p.kv.cache.stride[0] +
+                       cursor.head * p.kv.cache.stride[1];
+      }
+    }
+    shared.place[team][lane] = place;
+    __syncwarp();
+  }
+
+  int next_;   ///< tile
+  int first_;  ///< tiles first_ .. found_ - 1 have been looked up
+  int found_;
+  int begin_;  ///< of the piece
+  int end_;
+  int flags_;
 };
 
-/// Starts the copy of a part of a record.
-__device__ __forceinline__ void copy_part(const DecodePlan& plan, const NextTile& tile,
-                                          uint8_t* place, int begin, int end,
-                                          device::Barrier* barrier, int lane) {
-  if (tile.record == nullptr) {
-    device::RingCopy::arrive(barrier, lane);
-  } else if (plan.records_aligned) {
-    device::RingCopy::copy(place, tile.record + begin, end - begin, barrier, lane);
-  } else {
-    device::copy_bytes(place, tile.record + begin, end - begin, lane);
-    __syncwarp();
-    device::RingCopy::arrive(barrier, lane);
-  }
-}
-
-/// A format that the compiler knows, and how many tiles of 16 tokens are computed at once: all of a
-/// record.
+/// A format that the compiler knows; how many tiles of 16 tokens are computed at once (kRowTiles: all
+/// of a record), and how many of 16 channels are summed up at once.
 template <int kKeyBits, int kValueBits, int kGroup, int kDim>
 struct StaticFormat {
   static constexpr int kDim_ = kDim;
-  static constexpr int kWarps = decode_warps(kDim);
   static constexpr int kRowTiles = kGroup / kFragmentDim;
+  static constexpr int kSumTiles = kDim < 256 ? kDim / kFragmentDim : 8;
   static constexpr Format kFormat{kKeyBits, kValueBits, kGroup, kDim};
 
   __device__ __forceinline__ static constexpr Format format(const DecodeParams&) { return kFormat; }
@@ -791,8 +664,8 @@ __device__ __forceinline__ void with_bits(int bits, const Fn& fn) {
 template <int kDim>
 struct AnyFormat {
   static constexpr int kDim_ = kDim;
-  static constexpr int kWarps = decode_warps(kDim);
   static constexpr int kRowTiles = device::kHalfTiles;
+  static constexpr int kSumTiles = device::kHalfTiles;
 
   __device__ __forceinline__ static Format format(const DecodeParams& p) { return p.kv.format; }
   __device__ __forceinline__ static RecordLayout layout(const DecodePlan& plan) {
@@ -807,19 +680,20 @@ struct TileWorker {
   static constexpr int kRowTiles = F::kRowTiles;
   using State = device::SoftmaxState<kDim, kBlocks>;
   using Scores = float[kBlocks][kRowTiles][4];
-  using Sums = float[kBlocks][kDim / kFragmentDim][4];
   using Probabilities = device::ProbabilityOperand<kRowTiles, kBlocks>;
 
   const DecodeParams& p;
   const DecodePlan& plan;
   const int lane;
   WarpRows<kBlocks> rows;
-  device::QueryOperand<kDim, kBlocks> query;  ///< rotated
+  device::QueryOperand<kDim, kBlocks> query;
   State state;
-  int rotated;  ///< the basis of the state: 1 rotated, 0 original, -1 either, all is 0
+  bool query_rotated;  ///< the basis of the query: fp16; if not, of the type of the staging pool
+  bool rotated;        ///< the basis of the state
 
-  __device__ __forceinline__ void set_basis(int to_rotated) {
-    if (rotated + to_rotated == 1) state.rotate(lane);
+  __device__ __forceinline__ void set_basis(bool to_rotated) {
+    if (rotated == to_rotated) return;
+    state.rotate(lane);
     rotated = to_rotated;
   }
 
@@ -839,19 +713,17 @@ struct TileWorker {
     }
   }
 
-  /// Probabilities times the token scales of V; where the sums start. token: the first of those that
-  /// are computed at once.
-  template <bool kPlain, class WaitValues>
-  __device__ __forceinline__ void weigh(const uint8_t* values, const WaitValues& wait_values,
-                                        int first_token, int token, float unit, Scores& scores, device::Normalizer& norm,
+  /// Probabilities times the token scales of V; where the sums start. at: the record; token: the
+  /// first of those that are computed at once.
+  template <bool kPlain>
+  __device__ __forceinline__ void weigh(const uint8_t* at, int first_token, int token, float unit,
+                                        Scores& scores, device::Normalizer& norm,
                                         Probabilities& operand, float (&start)[kBlocks][4]) {
     const RecordLayout layout = F::layout(plan);
-    const uint8_t* const at = values - layout.value_codes;  // as if the record began there
     const Format format = F::format(p);
     constexpr int kHalves = kRowTiles / device::kHalfTiles;
-    probabilities<kPlain>(rows, visible, unit, p.logits_soft_cap, first_token + token, lane, scores, state);
+    probabilities<kPlain>(rows, unit, p.logits_soft_cap, first_token + token, lane, scores, state);
     if (token == 0) {
-      wait_values();
       const Visible any = rows.seen.any;
       norm = device::normalizer(device::largest_half(
           at + layout.value_token_scale, format.group, lane, [&](int pair, uint32_t bits) {
@@ -882,7 +754,7 @@ struct TileWorker {
       }
     }
     pack_probabilities<kPlain, false>(
-        scores, visible, first_token + token, lane,
+        scores, rows, first_token + token, lane,
         [&](int j, int i) {
           return weight[j / device::kHalfTiles][j % device::kHalfTiles * 2 + i] * norm.factor;
         },
@@ -891,31 +763,29 @@ struct TileWorker {
                                 device::bias_of(format.value_bits), lane, start);
   }
 
-  /// A record in shared memory: its K part and its V part. keys_read: called when the K part is not
-  /// needed any more; wait_values: when the V part is needed; place(): a RowPlace.
-  template <class Place, class KeysRead, class WaitValues>
-  __device__ __forceinline__ void record(const uint8_t* keys, const uint8_t* values,
-                                         int first_token, const Place& place,
-                                         const KeysRead& keys_read,
-                                         const WaitValues& wait_values) {
-    set_basis(1);
+  /// A record in shared memory.
+  __device__ __forceinline__ void record(const uint8_t* at, int first_token) {
+    set_basis(true);
     constexpr int kTokens = kRowTiles * kFragmentDim;
     const RecordLayout layout = F::layout(plan);
     const Format format = F::format(p);
     const bool plain = is_plain(first_token);
     device::ScaledQuery<kDim, kBlocks> scaled;
-    device::scale_query(query, keys + layout.key_channel_scale, keys + layout.key_zero_point,
-                        device::bias_of(format.key_bits), lane, scaled);
     device::Normalizer norm;
 #pragma unroll 1
     for (int token = 0; token < format.group; token += kTokens) {
+      // With D = 256, the scaled query is made anew for each half: both would not fit the registers.
+      if (kDim == 256 || token == 0) {
+        device::scale_query(query, at + layout.key_channel_scale, at + layout.key_zero_point,
+                            device::bias_of(format.key_bits), lane, scaled);
+      }
       Scores scores;
       with_bits(format.key_bits, [&](auto bits) {
         constexpr int kBits = decltype(bits)::value;
-        device::score_tiles<kBits>(keys + token * (kDim * kBits / 8), scaled, lane, scores);
+        device::score_tiles<kBits>(at + token * (kDim * kBits / 8), scaled, lane, scores);
       });
       float scale[kRowTiles / device::kHalfTiles][8];
-      load_token_scales(keys + layout.key_token_scale + 2 * token, scale);
+      load_token_scales(at + layout.key_token_scale + 2 * token, scale);
 #pragma unroll
       for (int j = 0; j < kRowTiles; ++j) {
 #pragma unroll
@@ -927,65 +797,90 @@ struct TileWorker {
           }
         }
       }
-      if (token + kTokens == format.group) keys_read();
       Probabilities operand;
       float start[kBlocks][4];
-      RowsVisible<kBlocks> visible;
-      if (!plain) visible = place().template visible_of<kBlocks>(p, plan, lane);
       if (plain) {
-        weigh<true>(values, wait_values, first_token, token, scaled.inverse, scores, visible, norm, operand, start);
+        weigh<true>(at, first_token, token, scaled.inverse, scores, norm, operand, start);
       } else {
-        weigh<false>(values, wait_values, first_token, token, scaled.inverse, scores, visible, norm, operand, start);
+        weigh<false>(at, first_token, token, scaled.inverse, scores, norm, operand, start);
       }
-      Sums sums;
-      with_bits(format.value_bits, [&](auto bits) {
-        constexpr int kBits = decltype(bits)::value;
-        device::sum_tiles<kBits, kDim>(values + token * (kDim * kBits / 8),
-                                       operand, start, lane, sums);
-      });
-      if (plain) {
-        device::add_sums<false>(values + layout.value_channel_scale - layout.value_codes, norm.inverse, 0, sums, lane,
-                                state);
-      } else {
-        unsigned skip = 0;
+      unsigned skip = 0;
+      if (!plain) {
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const Visible& seen = visible.row[b][i];
+            const Visible& seen = rows.row[b][i];
             const int begin = first_token + token;
             if (seen.end <= begin || seen.begin >= begin + kTokens) skip |= 1u << (2 * b + i);
           }
         }
-        device::add_sums<true>(values + layout.value_channel_scale - layout.value_codes, norm.inverse, skip, sums, lane,
-                               state);
       }
+      const uint8_t* const scales = at + layout.value_channel_scale;
+      constexpr int kTiles = kDim / kFragmentDim;
+      with_bits(format.value_bits, [&](auto bits) {
+        constexpr int kBits = decltype(bits)::value;
+        const uint8_t* const codes = at + layout.value_codes + token * (kDim * kBits / 8);
+#pragma unroll
+        for (int first = 0; first < kTiles; first += F::kSumTiles) {
+          float sums[kBlocks][F::kSumTiles][4];
+          device::sum_tiles<kBits, kDim>(codes, first, operand, start, lane, sums);
+          if (plain) {
+            device::add_sums<false>(scales, norm.inverse, 0, first, sums, lane, state);
+          } else {
+            device::add_sums<true>(scales, norm.inverse, skip, first, sums, lane, state);
+          }
+        }
+      });
     }
   }
 
-  /// The query as it is, as operands of the staging pool's type. Rows of fp16 would lose bits as
-  /// bf16: part 1 is the remainder.
-  template <bool kBFloat16>
-  __device__ __forceinline__ void load_raw_query(const RowPlace& place, int part,
-                                                 device::QueryOperand<kDim, kBlocks>& raw) const {
+  /// Loads the query. A power of two brings the largest element of a row to 8..16, so that its
+  /// rotation (up to sqrt(D) as large) is below 2^8. Rows of fp16 would lose bits as bf16: part 1 is
+  /// the remainder.
+  __device__ __forceinline__ void load_query(const RowPlace& place, bool to_rotated, int part) {
+    query_rotated = to_rotated;
+    const bool bfloat16 = !to_rotated && p.kv.staging.dtype == DType::kBFloat16;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       float v[kDim / 4];
       load_query_row<kDim>(p, plan, place, b, lane, v);
-      const float normalizer = row_normalizer(row_exponent(v), p.sm_scale);
+      float most = 0.f;
+#pragma unroll
+      for (int i = 0; i < kDim / 4; ++i) most = fmaxf(most, fabsf(v[i]));
+      most = fmaxf(most, __shfl_xor_sync(device::kAllLanes, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(device::kAllLanes, most, 2));
+      const int exponent = max(__float_as_int(most) >> 23, 64);
+      float normalizer = copysignf(__int_as_float((257 - exponent) << 23), p.sm_scale);
+      const float inverse = __int_as_float((exponent - 3) << 23);
+      const float scale = fmaxf(fabsf(p.sm_scale) * inverse * device::kLog2e,
+                                1.17549435e-38f);  // never -infinity * 0
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        rows.scale[b][i] = __shfl_sync(device::kAllLanes, scale, 4 * (2 * (lane % 4) + i));
+      }
+      if (to_rotated) {
+        device::butterfly_registers<1, kDim / 4>(v);
+        device::butterfly_lanes<1, 4>(v, lane);
+        normalizer *= device::orthonormal_scale(kDim);
+      }
 #pragma unroll
       for (int i = 0; i < kDim / 4; ++i) {
         v[i] *= normalizer;
-        if (kBFloat16 && part == 1) v[i] -= __bfloat162float(__float2bfloat16_rn(v[i]));
+        if (part == 1) v[i] -= __bfloat162float(__float2bfloat16_rn(v[i]));
       }
-      pack_query<kBFloat16, kDim>(v, 1.f, raw.b[b]);
+      if (bfloat16) {
+        pack_query<true, kDim>(v, query.b[b]);
+      } else {
+        pack_query<false, kDim>(v, query.b[b]);
+      }
     }
   }
 
   /// A staged tile in global memory.
   template <bool kBFloat16>
   __device__ __forceinline__ void staged(const RowPlace& place, int slot, int first_token) {
-    set_basis(0);
+    set_basis(false);
     const Staging& pool = p.kv.staging;
     const int group = p.kv.format.group;
     const int64_t base = slot * pool.stride[0] + place.head * pool.stride[2];
@@ -996,10 +891,7 @@ struct TileWorker {
     device::StagedRows values = keys;
     values.data += pool.stride[1];
     uint64_t not_finite = 0;
-    const RowsVisible<kBlocks> visible = place.template visible_of<kBlocks>(p, plan, lane);
     const int parts = kBFloat16 && p.dtype == DType::kFloat16 ? 2 : 1;
-    device::QueryOperand<kDim, kBlocks> raw;
-    load_raw_query<kBFloat16>(place, 0, raw);
 #pragma unroll 1
     for (int step = 0; step < group / kFragmentDim; ++step) {
       // Tokens first + 8r and first + 8r + 1.
@@ -1023,13 +915,13 @@ struct TileWorker {
       float scores[kBlocks][1][4] = {};
 #pragma unroll 1
       for (int part = 0; part < parts; ++part) {
-        if (parts > 1) load_raw_query<kBFloat16>(place, part, raw);
-        device::score_staged<kBFloat16>(keys, token, raw, lane, scores);
+        if (kBFloat16 && parts > 1) load_query(place, false, part);
+        device::score_staged<kBFloat16>(keys, token, query, lane, scores);
       }
-      probabilities<false>(rows, visible, 1.f, p.logits_soft_cap, first_token + first, lane, scores, state);
+      probabilities<false>(rows, 1.f, p.logits_soft_cap, first_token + first, lane, scores, state);
       device::ProbabilityOperand<1, kBlocks> operand;
       pack_probabilities<false, kBFloat16>(
-          scores, visible, first_token + first, lane,
+          scores, rows, first_token + first, lane,
           [&](int, int i) {
             return (not_finite >> (token + i - half) & 1) != 0 ? __int_as_float(0x7fffffff) : 1.f;
           },
@@ -1040,7 +932,7 @@ struct TileWorker {
 };
 
 /// Puts together what the teams of a block, and the blocks, have of the same items.
-template <int kDim, int kBlocks, int kWarps>
+template <int kDim, int kBlocks>
 __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodePlan& plan,
                                             DecodeShared& shared, int teams, const float4* last_pieces, int lane) {
   using State = device::SoftmaxState<kDim, kBlocks>;
@@ -1060,8 +952,7 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
 
   // Border b is that before team b. A run of borders cuts the same item; the warps of the team
   // behind its last border put the item together (team 0 also for the border behind all).
-  const int chains = kWarps / plan.row_parts;
-  for (int b = warp / plan.row_parts; b <= teams && warp < chains * plan.row_parts; b += chains) {
+  for (int b = warp / plan.row_parts; b <= teams; b += kDecodeWarps / plan.row_parts) {
     const bool cut = b < teams ? shared.share[b].cut_at_begin : shared.share[b - 1].cut_at_end;
     if (!cut || (b < teams && shared.share[b].middle)) continue;
     int a = b;
@@ -1088,9 +979,7 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
     const auto all = static_cast<unsigned>((to - from + 1) * plan.row_parts);
     if (arrive_last(plan.counters + from, all, lane) && lane == 0) shared.join[which] = true;
   }
-  TRACE(9)
   __syncthreads();
-  TRACE(10)
   for (int which = 0; which < 2; ++which) {
     if (!shared.join[which]) continue;
     const ItemPlace& item =
@@ -1101,14 +990,14 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
       join<kDim, kBlocks>(
           p, plan, rows_of(item, row_part), to - from + 1,
           [&](int i) { return block_piece(from + i, i == 0 ? 1 : 0, row_part); }, warp,
-          kWarps, lane);
+          kDecodeWarps, lane);
     }
   }
 }
 
 /// kAlone: a warp is a team.
 template <class F, int kBlocks, bool kAlone>
-__global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
+__global__ void __launch_bounds__(kDecodeThreads, 1)
     decode_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ DecodePlan plan) {
   constexpr int kDim = F::kDim_;
   using State = device::SoftmaxState<kDim, kBlocks>;
@@ -1120,159 +1009,95 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   const int team = warp / row_parts;
   const int part = warp % row_parts;
 
-  TRACE(0)
-  const int key_places = plan.key_places;
-  const int value_places = plan.value_places;
-  if (threadIdx.x < plan.teams) {
-    for (int i = 0; i < key_places; ++i) {
-      device::barrier_init(&shared.full[threadIdx.x][i], device::RingCopy::kArrivals);
-      device::barrier_init(&shared.empty[threadIdx.x][i], row_parts);
-    }
-    for (int i = 0; i < value_places; ++i) {
-      device::barrier_init(&shared.full[threadIdx.x][kMaxPlaces + i], device::RingCopy::kArrivals);
-    }
+  if (threadIdx.x < plan.teams * plan.stages) {
+    device::barrier_init(&shared.full[threadIdx.x], device::RingCopy::kArrivals);
+    device::barrier_init(&shared.empty[threadIdx.x], plan.row_parts);
     device::barrier_init_fence();
   }
   if (threadIdx.x < 2) shared.join[threadIdx.x] = false;
-  const int chunk = static_cast<int>((p.kv.seqs + kScanThreads - 1) / kScanThreads);
+  const int chunk = static_cast<int>((p.kv.seqs + kDecodeThreads - 1) / kDecodeThreads);
   divide(p, plan, chunk, shared.scan, shared.division);
-  TRACE(1)
   const int first_share = static_cast<int>(blockIdx.x) * shared.division.teams;
   const int teams = uniform(
       max(min(static_cast<int>(shared.division.shares) - first_share, shared.division.teams), 0));
 
   TileWorker<F, kBlocks> worker{p, plan, lane};
+  worker.query_rotated = true;
   if (team < teams) {
-    const RecordLayout layout = F::layout(plan);
-    const int key_bytes = layout.value_codes;
-    const int value_bytes = layout.bytes - layout.value_codes;
-    uint8_t* const keys = rings + team * (key_places * key_bytes + value_places * value_bytes);
-    uint8_t* const values = keys + key_places * key_bytes;
-    device::Barrier* const full = shared.full[team];
-    // Tiles ahead of the one that is read: as many as a ring has places.
-    constexpr int kAhead = kAlone ? 4 : kMaxAhead;
-    NextTile* const tiles = shared.tile + team * kAhead;
-    Piece* const pieces = shared.piece + team * kAhead;
-    const auto copy_keys = [&](int n, int place) {
-      copy_part(plan, tiles[n % kAhead], keys + place * key_bytes, 0, key_bytes, full + place,
-                lane);
-    };
-    const auto copy_values = [&](int n, int place) {
-      copy_part(plan, tiles[n % kAhead], values + place * value_bytes, key_bytes, layout.bytes,
-                full + kMaxPlaces + place, lane);
-    };
+    const int record_bytes = F::layout(plan).bytes;
+    uint8_t* const ring = rings + team * plan.stages * record_bytes;
+    const int first_stage = team * plan.stages;
     Producer producer;
-    const auto describe = [&](int n) {
-      producer.describe(p, plan, shared, tiles[n % kAhead], pieces[n % kAhead], team, lane);
-    };
-    const auto begin = [&] {
-      const int most = max(key_places, value_places);
-#pragma unroll 1
-      for (int i = 0; i <= most; ++i) {
-        describe(i);
-        if (i < key_places) copy_keys(i, i);
-        if (i < value_places) copy_values(i, i);
-      }
-    };
     if (part == 0) {
       producer.start(p, plan, shared, chunk, static_cast<unsigned>(first_share + team), team, lane);
-      if (!kAlone) begin();
-    }
-    int n = 0;  // tiles of the share so far
-    int key_place = 0;
-    int value_place = 0;
-    unsigned key_parity = 0;
-    unsigned value_parity = 0;
-    for (;;) {  // pieces
-      if (!kAlone) device::barrier_wait(full + key_place, key_parity);
-      // Of what it has written itself a warp need not wait for; its first query is asked for before
-      // the memory is busy with records.
-      const bool first = kAlone && n == 0;
-      if (!first && tiles[n % kAhead].flags & kEnd) break;
-      const Piece& piece = shared.current[warp];
-      __syncwarp();
-      if (lane == 0) {
-        shared.current[warp] = first ? shared.progress[team].piece : pieces[n % kAhead];
+#pragma unroll 1
+      for (int i = 0; i < plan.stages; ++i) {
+        producer.fill(p, plan, shared, ring + i * record_bytes, first_stage + i, team, record_bytes,
+                      lane);
       }
       __syncwarp();
+    }
+    int stage = 0;
+    unsigned parity = 0;
+    int behind = -1;  // the stage before
+    StagePiece piece;
+#pragma unroll 1
+    for (;;) {
+      const int at = first_stage + stage;
+      // What it has written itself a warp need not wait for.
+      if (!kAlone) device::barrier_wait(&shared.full[at], parity);
+      const StageTile tile = shared.tile[at];
+      if (tile.flags & kEnd) break;
       const auto place = [&] {
         return RowPlace(p, plan, piece.seq, piece.head, piece.row_block, part,
                         kBlocks * device::kBlockRows);
       };
-      open_item(p, plan, place(), lane, worker.rows, worker.query);
-      worker.state.clear();
-      worker.rotated = -1;
-  TRACE(2)
-      if (first) begin();
-  TRACE(3)
-      int flags;
-#pragma unroll 1
-      do {
-        device::barrier_wait(full + key_place, key_parity);
-#ifdef KVARN_TRACE  // TRACE
-      if (n == 0) { TRACE(4) }  // TRACE
-#endif  // TRACE
-        const NextTile tile = tiles[n % kAhead];
-        flags = tile.flags;
-        const auto keys_read = [&] {
-          if constexpr (kAlone) {
-            __syncwarp();
-            copy_keys(n + key_places, key_place);
-          }
-        };
-        const auto wait_values = [&] {
-          device::barrier_wait(full + kMaxPlaces + value_place, value_parity);
-        };
-        const int first_token = tile.tile << plan.group_shift;
-        const bool seen = kAlone || (first_token < worker.rows.seen.any.end &&
-                                     first_token + F::format(p).group > worker.rows.seen.any.begin);
-        if (seen && tile.record != nullptr) {
-          worker.record(keys + key_place * key_bytes, values + value_place * value_bytes,
-                        first_token, place, keys_read, wait_values);
+      if (tile.flags & kFirstTile) {
+        piece = shared.piece[at];
+        open_item(p, plan, place(), lane, worker.rows);
+        worker.state.clear();
+        worker.rotated = tile.slot < 0;
+      }
+      if ((tile.flags & kFirstTile) || worker.query_rotated != (tile.slot < 0)) {
+        worker.load_query(place(), tile.slot < 0, 0);
+      }
+      if (kAlone) device::barrier_wait(&shared.full[at], parity);
+      const int first_token = tile.tile << plan.group_shift;
+      const bool seen = kAlone || (first_token < worker.rows.seen.any.end &&
+                                   first_token + F::format(p).group > worker.rows.seen.any.begin);
+      if (seen && !(tile.flags & kNoTile)) {
+        if (tile.slot < 0) {
+          worker.record(ring + stage * record_bytes, first_token);
+        } else if (p.kv.staging.dtype == DType::kFloat16) {
+          worker.template staged<false>(place(), tile.slot, first_token);
         } else {
-          keys_read();
-          if (seen && !(flags & kNoTile)) {
-            if (p.kv.staging.dtype == DType::kFloat16) {
-              worker.template staged<false>(place(), tile.slot, first_token);
-            } else {
-              worker.template staged<true>(place(), tile.slot, first_token);
-            }
-          }
-          wait_values();
+          worker.template staged<true>(place(), tile.slot, first_token);
         }
-#ifdef KVARN_TRACE  // TRACE
-      if (n == 0) { TRACE(5) } else { TRACE(6) }  // TRACE
-#endif  // TRACE
+      }
+      __syncwarp();
+      if constexpr (kAlone) {
+        producer.fill(p, plan, shared, ring + stage * record_bytes, at, team, record_bytes, lane);
         __syncwarp();
-        if constexpr (kAlone) {
-          copy_values(n + value_places, value_place);
-          describe(n + max(key_places, value_places) + 1);
-        } else {
-          if (lane == 0) device::barrier_arrive(&shared.empty[team][key_place]);
-          if (part == 0 && n > 0) {
-            // Not this place but the one before it, which the others seldom still need.
-            const int before = (key_place > 0 ? key_place : key_places) - 1;
-            device::barrier_wait(&shared.empty[team][before],
-                                 key_place > 0 ? key_parity : key_parity ^ 1);
-            copy_keys(n - 1 + key_places, before);
-            copy_values(n - 1 + key_places, before);
-            describe(n + key_places);
-          }
+      } else {
+        if (lane == 0) device::barrier_arrive(&shared.empty[at]);
+        if (part == 0 && behind >= 0) {
+          // Not this place but the one before it, which the others seldom still need.
+          device::barrier_wait(&shared.empty[first_stage + behind],
+                               behind < stage ? parity : parity ^ 1);
+          producer.fill(p, plan, shared, ring + behind * record_bytes, first_stage + behind, team,
+                        record_bytes, lane);
         }
-        ++n;
-        if (++key_place == key_places) {
-          key_place = 0;
-          key_parity ^= 1;
-        }
-        if (++value_place == value_places) {
-          value_place = 0;
-          value_parity ^= 1;
-        }
-      } while (!(flags & kLastTile));
+        behind = stage;
+      }
+      if (++stage == plan.stages) {
+        stage = 0;
+        parity ^= 1;
+      }
 
-      worker.set_basis(0);
+      if (!(tile.flags & kLastTile)) continue;
+      worker.set_basis(false);
       constexpr int kWhole = kBeginsItem | kEndsItem;
-      if ((flags & kWhole) == kWhole) {
+      if ((tile.flags & kWhole) == kWhole) {
         write_rows(p, plan, place(), lane, worker.state);
       } else if (plan.split_tiles > 0) {
         const int64_t item = int64_t{piece.first_unit} * row_parts + part;
@@ -1284,7 +1109,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
         if (arrive_last(plan.counters + item, static_cast<unsigned>(piece.units), lane)) {
           join<kDim, kBlocks>(p, plan, place(), piece.units, memory, 0, 1, lane);
         }
-      } else if (!(flags & kBeginsItem) && (flags & kEndsItem)) {
+      } else if (!(tile.flags & kBeginsItem) && (tile.flags & kEndsItem)) {
         worker.state.store(plan.warp_pieces + (static_cast<int64_t>(blockIdx.x) * kDecodeWarps +
                                                team * row_parts + part) *
                                                   (State::kVectors * kWarpLanes),
@@ -1293,16 +1118,13 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
     }
   }
   if (plan.split_tiles > 0) return;
-  TRACE(7)
   __syncthreads();  // the rings are free
   float4* const last_pieces = reinterpret_cast<float4*>(rings);
   if (team < teams && shared.share[team].cut_at_end) {
     worker.state.store(last_pieces + warp * (State::kVectors * kWarpLanes), lane);
   }
   __syncthreads();
-  TRACE(8)
-  if (teams > 0) join_shares<kDim, kBlocks, F::kWarps>(p, plan, shared, teams, last_pieces, lane);
-  TRACE(11)
+  if (teams > 0) join_shares<kDim, kBlocks>(p, plan, shared, teams, last_pieces, lane);
 }
 
 }  // namespace kvarn::cuda

@@ -11,7 +11,7 @@ Status launch_decode(const DecodeParams& p, const DecodePlan& plan, int grid, in
   const auto kernel = decode_kernel<F, 1, kAlone>;
   const auto bytes = static_cast<size_t>(shared_bytes);
   if (Status status = allow_shared_memory(kernel, bytes); !status.ok()) return status;
-  return launch_behind(kernel, dim3(static_cast<unsigned>(grid)), dim3(F::kWarps * kWarpLanes), bytes,
+  return launch_behind(kernel, dim3(static_cast<unsigned>(grid)), dim3(kDecodeThreads), bytes,
                        p.stream, plan.overlapped, p, plan);
 }
 

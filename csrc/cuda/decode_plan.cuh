@@ -19,12 +19,10 @@
 
 namespace kvarn::cuda {
 
-/// Of a block: three a scheduler with 168 registers a thread, or two with 255.
-constexpr KVARN_HD int decode_warps(int head_dim) { return head_dim == 256 ? 8 : 12; }
-inline constexpr int kDecodeWarps = 12;  ///< the most
+inline constexpr int kDecodeWarps = 8;
+inline constexpr int kDecodeThreads = kDecodeWarps * kWarpLanes;
 inline constexpr int kMaxSplits = 128;  ///< of an item: longer sequences have longer splits
-inline constexpr int kDecodeStaticBytes = 8192;  ///< room for DecodeShared
-inline constexpr int kScanThreads = 64;
+inline constexpr int kDecodeStaticBytes = 10240;  ///< room for DecodeShared
 
 /// What the host adds to the params.
 struct DecodePlan {
@@ -33,8 +31,8 @@ struct DecodePlan {
   int rows_shift;  ///< log2 of the rows of a row block
   int group_shift;
   int teams;   ///< of a block
-  int key_places;    ///< of a team's ring, for K parts
-  int value_places;  ///< for V parts; with several warps in a team as many as for K
+  int stages;  ///< of a team's ring
+  int stage_bytes;
   int window;       ///< window_left; -1: none
   int split_tiles;  ///< 0: units are tiles
   bool overlapped;  ///< the launch may start before the one before it on the stream has ended
@@ -148,8 +146,8 @@ struct Division {
 
 /// Units of the sequences before each thread's.
 struct SequenceScan {
-  int64_t before[kScanThreads];
-  int64_t warp_total[kScanThreads / kWarpLanes];
+  int64_t before[kDecodeThreads];
+  int64_t warp_total[kDecodeWarps];
 };
 
 __device__ __forceinline__ int64_t inclusive_scan(int64_t x, int lane) {
@@ -161,29 +159,27 @@ __device__ __forceinline__ int64_t inclusive_scan(int64_t x, int lane) {
   return x;
 }
 
-/// All threads of the block; sequences [i * chunk, (i + 1) * chunk) are thread i's, i < kScanThreads.
+/// All threads of the block; sequences [i * chunk, (i + 1) * chunk) are thread i's.
 __device__ __forceinline__ void divide(const DecodeParams& p, const DecodePlan& plan, int chunk,
                                        SequenceScan& scan, Division& division) {
   const int warp = threadIdx.x / kWarpLanes;
   const int lane = threadIdx.x % kWarpLanes;
-  const bool scans = threadIdx.x < kScanThreads;
+  const int64_t first = static_cast<int64_t>(threadIdx.x) * chunk;
   int64_t mine = 0;
-  int64_t before = 0;
-  if (scans) {
-    const int64_t first = static_cast<int64_t>(threadIdx.x) * chunk;
-    for (int64_t seq = first; seq < min(first + chunk, p.kv.seqs); ++seq) {
-      const SequenceWork w = sequence_work(p, plan, seq);
-      mine += w.items(p.kv.kv_heads) * w.units;
-    }
-    before = inclusive_scan(mine, lane) - mine;
-    if (lane == kWarpLanes - 1) scan.warp_total[warp] = before + mine;
+  for (int64_t seq = first; seq < min(first + chunk, p.kv.seqs); ++seq) {
+    const SequenceWork w = sequence_work(p, plan, seq);
+    mine += w.items(p.kv.kv_heads) * w.units;
   }
+  const int64_t upto = inclusive_scan(mine, lane);
+  if (lane == kWarpLanes - 1) scan.warp_total[warp] = upto;
   __syncthreads();
-  if (scans) {
-    for (int w = 0; w < warp; ++w) before += scan.warp_total[w];
-    scan.before[threadIdx.x] = before;
+  int64_t before = upto - mine;
+#pragma unroll
+  for (int w = 0; w < kDecodeWarps; ++w) {
+    if (w < warp) before += scan.warp_total[w];
   }
-  if (threadIdx.x == kScanThreads - 1) {
+  scan.before[threadIdx.x] = before;
+  if (threadIdx.x == kDecodeThreads - 1) {
     Division d;
     d.units = before + mine;
     d.teams = plan.teams;
@@ -225,7 +221,7 @@ struct Cursor {
     // The last thread whose sequences begin at or before `begin`.
     int owner = -1;
 #pragma unroll
-    for (int i = 0; i < kScanThreads; i += kWarpLanes) {
+    for (int i = 0; i < kDecodeThreads; i += kWarpLanes) {
       owner += __popc(__ballot_sync(device::kAllLanes, scan.before[i + lane] <= begin));
     }
     int64_t before = scan.before[owner];

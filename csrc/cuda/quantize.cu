@@ -1,10 +1,14 @@
 // quantize_tiles and seal_blocks: raw keys and values -> finished records, in one launch.
 //
 // Roofline. A record of k4v2, D = G = 128, is 64 KB of fp16 to read and 13.8 KB to write: 18 ns at
-// the copy rate of an H200. In 80 ns its SMs have 82 instruction slots an element, and the fits
-// take about as many: the kernel is bound by instructions, not bytes. So the tile stays in
-// registers, in fp32, from the rotation to the codes; the tensor core does the rotation; and codes
-// are packed where they are.
+// the copy rate of an H200. Its SMs have 1 instruction slot an element and nanosecond, and the fits
+// take 70 (closed form) to 100 (4 rounds) at least: the kernel is bound by instructions, not bytes.
+// So the tile stays in registers, in fp32, from the rotation to the codes; the tensor core does the
+// rotation; and codes are packed where they are.
+//
+// Measured there: 252 ns a record in closed form, 311 with 4 rounds, 244 for minmax with 8. It
+// takes 168 instructions an element (4 rounds) and issues on 55 % of the cycles: fetching its
+// straight-line code is what it waits for most (docs/design.md).
 //
 // A block makes one part (K or V) of one record. device/tile.cuh says who holds what, rotate.cuh
 // how it gets there, sinkhorn.cuh and fit.cuh what is computed, pack.cuh how it leaves.
@@ -318,7 +322,10 @@ __device__ __forceinline__ void quantize_part(const Jobs& jobs, device::TileMemo
   }
   if (!line.counts_as_col) line.col_scale = alternative = 1.f;
 
-  device::apply_col_scales(x, memory, tokens, line, normalized, alternative);
+  // A massive token takes one channel of the other keys, less than the rounding error of 2 or 3
+  // bits.
+  const bool guarded = normalized && (!key || memory.bits >= 4);
+  device::apply_col_scales(x, memory, tokens, line, guarded, alternative);
   {
     // x / column scale.
     const device::TilePlace<Shape> at;

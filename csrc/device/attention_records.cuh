@@ -229,27 +229,34 @@ __device__ __forceinline__ void score_tiles(const uint8_t* codes,
   constexpr int kTiles = kDim / kFragmentDim;  // column tiles
   constexpr int kAtOnce = kTiles < Codes::kFragments ? kTiles : Codes::kFragments;
   constexpr int kRowTilesOfBlock = Codes::kFragments / kAtOnce;
+  // Chains of mma that run side by side; with 3 bits and D = 256 more would not fit the registers.
+  constexpr int kChains = kBits == 3 && kDim == 256 ? 2 : kRowTiles;
 #pragma unroll
-  for (int first = 0; first < kTiles; first += kAtOnce) {
-    Codes block[kRowTiles / kRowTilesOfBlock];
+  for (int chain = 0; chain < kRowTiles; chain += kChains) {
 #pragma unroll
-    for (int i = 0; i < kRowTiles / kRowTilesOfBlock; ++i) {
-      block[i].load(codes, (i * kRowTilesOfBlock * kTiles + first) / Codes::kFragments, lane);
-    }
+    for (int first = 0; first < kTiles; first += kAtOnce) {
+      Codes block[kChains / kRowTilesOfBlock];
 #pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      const int c = first + k;
+      for (int i = 0; i < kChains / kRowTilesOfBlock; ++i) {
+        block[i].load(codes, ((chain + i * kRowTilesOfBlock) * kTiles + first) / Codes::kFragments,
+                      lane);
+      }
 #pragma unroll
-      for (int j = 0; j < kRowTiles; ++j) {
-        uint32_t a[4];
-        block[j / kRowTilesOfBlock].fragment(j % kRowTilesOfBlock * kAtOnce + k, a);
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int c = first + k;
 #pragma unroll
-        for (int b = 0; b < kBlocks; ++b) {
-          const uint32_t* const q = query.q.b[b][c / 2] + c % 2 * 2;
-          if (c == 0) {
-            mma_m16n8k16(scores[b][j], a, q[0], q[1], query.start[b]);
-          } else {
-            mma_m16n8k16(scores[b][j], a, q[0], q[1]);
+        for (int i = 0; i < kChains; ++i) {
+          const int j = chain + i;
+          uint32_t a[4];
+          block[i / kRowTilesOfBlock].fragment(i % kRowTilesOfBlock * kAtOnce + k, a);
+#pragma unroll
+          for (int b = 0; b < kBlocks; ++b) {
+            const uint32_t* const q = query.q.b[b][c / 2] + c % 2 * 2;
+            if (c == 0) {
+              mma_m16n8k16(scores[b][j], a, q[0], q[1], query.start[b]);
+            } else {
+              mma_m16n8k16(scores[b][j], a, q[0], q[1]);
+            }
           }
         }
       }
@@ -299,22 +306,32 @@ __device__ __forceinline__ void start_sums(const uint8_t* zero_points,
   start_of(sums, bias, start);
 }
 
-/// sums: as SoftmaxState::out, without the channel scale.
-template <int kBits, int kDim, int kBlocks, int kRowTiles>
-__device__ __forceinline__ void sum_tiles(const uint8_t* codes,
-                                         const ProbabilityOperand<kRowTiles, kBlocks>& p,
-                                         const float (&start)[kBlocks][4], int lane,
-                                         float (&sums)[kBlocks][kDim / kFragmentDim][4]) {
+/// sums: as SoftmaxState::out, of the row tiles (16 channels) from `first` on, a multiple of 4;
+/// without the channel scale.
+template <int kBits, int kDim, int kBlocks, int kRowTiles, int kSumTiles>
+__device__ __forceinline__ void sum_tiles(const uint8_t* codes, int first,
+                                          const ProbabilityOperand<kRowTiles, kBlocks>& p,
+                                          const float (&start)[kBlocks][4], int lane,
+                                          float (&sums)[kBlocks][kSumTiles][4]) {
   using Codes = CodeBlock<kBits>;
-  constexpr int kTiles = kDim / kFragmentDim;  // row tiles
+  constexpr int kTiles = kDim / kFragmentDim;
 #pragma unroll
   for (int i = 0; i < kRowTiles * kTiles / Codes::kFragments; ++i) {
+    // Whether any of the block's fragments is wanted.
+    bool wanted = false;
+#pragma unroll
+    for (int k = 0; k < Codes::kFragments; ++k) {
+      const int c = (i * Codes::kFragments + k) % kTiles - first;
+      wanted |= c >= 0 && c < kSumTiles;
+    }
+    if (!wanted) continue;
     Codes block;
     block.load(codes, i, lane);
 #pragma unroll
     for (int k = 0; k < Codes::kFragments; ++k) {
       const int j = (i * Codes::kFragments + k) / kTiles;
-      const int c = (i * Codes::kFragments + k) % kTiles;
+      const int c = (i * Codes::kFragments + k) % kTiles - first;
+      if (c < 0 || c >= kSumTiles) continue;
       uint32_t a[4];
       block.fragment(k, a);
 #pragma unroll
@@ -330,15 +347,15 @@ __device__ __forceinline__ void sum_tiles(const uint8_t* codes,
 }
 
 /// out += sums * channel scale. With kSkip not in the rows of `skip` (bit 2*block + parity), which
-/// see nothing of the half.
-template <bool kSkip, int kDim, int kBlocks>
+/// see nothing of the tokens.
+template <bool kSkip, int kDim, int kBlocks, int kSumTiles>
 __device__ __forceinline__ void add_sums(const uint8_t* scales, float inverse, unsigned skip,
-                                         const float (&sums)[kBlocks][kDim / kFragmentDim][4],
+                                         int first, const float (&sums)[kBlocks][kSumTiles][4],
                                          int lane, SoftmaxState<kDim, kBlocks>& state) {
 #pragma unroll
-  for (int c = 0; c < kDim / kFragmentDim; c += 4) {
+  for (int c = 0; c < kSumTiles; c += 4) {
     float scale[8];
-    unpack_half8(load_16(scales + 2 * (c * kFragmentDim + lane / 4 * 8)), scale);
+    unpack_half8(load_16(scales + 2 * ((first + c) * kFragmentDim + lane / 4 * 8)), scale);
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       scale[k] *= inverse;
@@ -347,7 +364,7 @@ __device__ __forceinline__ void add_sums(const uint8_t* scales, float inverse, u
 #pragma unroll
         for (int parity = 0; parity < 2; ++parity) {
           const int i = k % 2 * 2 + parity;
-          float& out = state.out[b][c + k / 2][i];
+          float& out = state.out[b][first + c + k / 2][i];
           const float next = fmaf(sums[b][c + k / 2][i], scale[k], out);
           if (!kSkip || (skip >> (2 * b + parity) & 1) == 0) out = next;
         }
