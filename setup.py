@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent
 INCLUDE = [str(ROOT / "csrc"), str(ROOT / "csrc" / "include")]
 CXX_FLAGS = ["-std=c++17", "-O3", "-g0", "-fno-wrapv", "-fopenmp-simd", "-fvisibility=hidden"]
 CXX_FLAGS += ["-Wall", "-Wextra"]
-NVCC_FLAGS = ["-std=c++17", "-O3", "-lineinfo", "-Xcompiler=-fvisibility=hidden,-Wall,-Wextra"]
+NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler=-fvisibility=hidden,-Wall,-Wextra"]
 LINK_FLAGS = ["-Wl,--strip-all"]  # no trace of the inline c10:: code in torch's headers
 STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]  # of torch 2.11
 

@@ -3,62 +3,92 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
-import kvarn
-from bench import ceilings, record
-from bench.harness import Timing, calls_per_graph, time_calls
+from bench import compare, record
+from bench.ceilings import bandwidth
+from bench.measure import Options, WrongError, measure
 from bench.ops import ROUTINES
-from bench.routine import Case, Routine
+from bench.peers import all_peers
+from bench.routine import Case, case_text, value_text
+from bench.tables import (
+    Row,
+    cells,
+    heading,
+    peer_names,
+    ratio_text,
+    share_text,
+    skipped_peers,
+    split_keys,
+    time_text,
+)
+from kvarn import Format, _backends
+from kvarn._terminal import Table
 
-CEILINGS = {"read": ceilings.read_time, "copy": ceilings.copy_time}
-
-#: Ratios to an earlier run inside this band are called noise.
-NOISE = 0.05
+#: op, case, name of the format or None
+Work = tuple[str, Case, str | None]
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 1 if an op was wrong and therefore not timed."""
     args = _parser().parse_args(argv)
     device = torch.device(args.device)
     if args.threads:
         torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    facts = record.machine(device)
-    console = Console()
-    rows: list[dict[str, Any]] = []
-    work = [
-        (ROUTINES[op], case, fmt)
-        for op in args.op
-        for case in ROUTINES[op].cases(device, args.quick)
-        for fmt in (args.format if "head_dim" in case else [None])
-        if _selected(case, args.cases)
+    formats = list(Format.presets()) if args.format == ["all"] else args.format
+    present = _backends.ops_of(device.type.upper())
+    absent = [op for op in args.op if op not in present]
+    work = _work([op for op in args.op if op in present], device, formats, args.cases, args.quick)
+    peers = [
+        peer
+        for peer in all_peers(args.kvarn_triton)
+        if args.peers is None or any(word.lower() in peer.name.lower() for word in args.peers)
     ]
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(work))
-        for routine, case, fmt in work:
-            progress.update(task, description=f"{routine.op} {_text(case)}")
-            rows.append(_measure(routine, case, fmt, device, args))
-            progress.advance(task)
-    console.print(_table(rows, facts))
+    options = Options(device, args.quick, args.refcheck)
+    facts = record.machine(device, args.commit)
+    facts["ceiling_gbps"] = round(bandwidth(device, quick=args.quick), 1)
+
+    rows: list[Row] = []
+    failures = []
+    for number, (op, case, name) in enumerate(work, 1):
+        title = f"[{number}/{len(work)}] {op} {name or ''} {case_text(case)}".replace("  ", " ")
+        # What a peer takes does not depend on our format: it stands beside the first one.
+        beside = [
+            peer
+            for peer in peers
+            if (peer.op, peer.device) == (op, device.type) and name in (None, formats[0])
+        ]
+        try:
+            row = measure(ROUTINES[op], case, name, beside, options)
+        except WrongError as wrong:
+            failures.append(f"{op} {name or ''} {case_text(case)}: {wrong}: not timed")
+            _progress(f"{title}: {wrong}")
+            continue
+        rows.append(row)
+        _progress(f"{title}: {time_text(row['time_us'])}")
+        _save(rows, op, facts, args)
+
+    for op in dict.fromkeys(row["op"] for row in rows):
+        _summary([row for row in rows if row["op"] == op]).print()
+    print(_where(facts))
     if args.compare:
-        _compare(console, rows, record.load(args.compare)["rows"])
-    for op in args.op:
-        mine = [row for row in rows if row["op"] == op]
-        if args.out or args.save:
-            path = args.out or record.RESULTS / record.slug(facts) / f"{op}.json"
-            record.save(path, facts, rows if args.out else mine)
-            console.print(f"written: {path}")
-            if args.out:
-                break
-    return 0
+        for table in compare.tables(rows, compare.load_rows(args.compare)):
+            table.print()
+    lines = [
+        *skipped_peers(rows),
+        *(f"{op}: no {device.type} kernel in this build" for op in absent),
+    ]
+    if lines:
+        print("\n  ".join(["Not measured:", *lines]))
+    if failures:
+        print("\n  ".join(["WRONG:", *failures]))
+    return 1 if failures else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,26 +98,26 @@ def _parser() -> argparse.ArgumentParser:
         help=f"which ops: {', '.join(ROUTINES)} (default: all)",
     )  # fmt: skip
     parser.add_argument(
-        "--format",
-        nargs="+",
-        default=["kvarn_k4v2_g128"],
-        metavar="NAME",
-        help="kvarn formats",
-    )
+        "--format", nargs="+", default=[Format.presets()[0]], metavar="NAME",
+        help="kvarn formats, or all for every preset (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument(
-        "--cases",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
-        help="only cases with these values",
-    )
+        "--cases", nargs="+", default=[], metavar="KEY=VALUE",
+        help="only cases with these values, for example batch=1 context=32768",
+    )  # fmt: skip
     parser.add_argument(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="cuda or cpu",
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu"
     )
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
-    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--peers", nargs="*", metavar="NAME",
+        help="only peers with one of these words in their name; none without a word (default: "
+        "all that are installed, beside the first format)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kvarn-triton", type=Path, metavar="PATH",
+        help="a checkout of the published Triton implementation, as one more peer",
+    )  # fmt: skip
     parser.add_argument(
         "--refcheck", action=argparse.BooleanOptionalAction, default=True,
         help="compare with the reference before timing",
@@ -95,108 +125,76 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="one small case an op, fewer runs")
     parser.add_argument("--out", type=Path, help="write all rows to this JSON file")
     parser.add_argument(
-        "--save", action="store_true", help="write bench/results/<machine>/<op>.json"
-    )
-    parser.add_argument("--compare", type=Path, help="an earlier JSON file: print the ratios")
+        "--save", nargs="?", const="", metavar="FOLDER",
+        help="write FOLDER/<op>.json (default: bench/results/<machine>)",
+    )  # fmt: skip
+    parser.add_argument("--commit", help="what to record as the commit, where git is not at hand")
+    parser.add_argument(
+        "--compare", type=Path, metavar="JSON",
+        help="an earlier file, or a folder of them: print the ratios",
+    )  # fmt: skip
     return parser
 
 
-def _measure(
-    routine: Routine,
-    case: Case,
-    name: str | None,
+def _work(
+    ops: Sequence[str],
     device: torch.device,
-    args: argparse.Namespace,
-) -> dict[str, Any]:
-    fmt = kvarn.Format(name, head_dim=case["head_dim"]) if name else None
-    prepared = routine.prepare(case, fmt, device)
-    error = None
-    if args.refcheck:
-        error = prepared.error()
-        if not error <= prepared.max_error:
-            sys.exit(
-                f"{routine.op} {_text(case)}: relative error {error:.2e} against the reference, "
-                f"more than {prepared.max_error:.0e}: not timed"
+    formats: Sequence[str],
+    wanted: Sequence[str],
+    quick: bool,
+) -> list[Work]:
+    pairs = [w.partition("=")[::2] for w in wanted]
+    return [
+        (op, case, name)
+        for op in ops
+        for case in ROUTINES[op].cases(device, quick)
+        if all(key in case and value_text(case[key]) == value for key, value in pairs)
+        for name in (formats if ROUTINES[op].packed else [None])
+    ]
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _save(rows: list[Row], op: str, facts: dict[str, Any], args: argparse.Namespace) -> None:
+    """After each case: a run that is cut short leaves what it has measured."""
+    if args.out:
+        record.save(args.out, facts, rows)
+    if args.save is not None:
+        folder = Path(args.save) if args.save else record.RESULTS / record.slug(facts)
+        record.save(folder / f"{op}.json", facts, [row for row in rows if row["op"] == op])
+
+
+def _summary(rows: Sequence[Row]) -> Table:
+    common, keys = split_keys(rows)
+    peers = peer_names(rows)
+    ceiling = "of read" if "read_us" in rows[0] else "of copy"
+    return Table(
+        heading(rows[0]["op"], common),
+        (*keys, "time", "GB/s", ceiling, "error", *peers),
+        [
+            (
+                *cells(row, keys),
+                time_text(row["time_us"]),
+                f"{row['gbps']:.1f}",
+                share_text(row),
+                "" if row["error"] is None else f"{row['error']:.0e}",
+                *(ratio_text(row, peer) for peer in peers),
             )
-    together = calls_per_graph(prepared.bytes, device)
-    timing = time_calls(prepared.calls, device, together=together, quick=args.quick)
-    row: dict[str, Any] = {
-        "op": routine.op,
-        "format": name,
-        "case": case,
-        "time_us": round(timing.median, 3),
-        "p10_us": round(timing.p10, 3),
-        "p90_us": round(timing.p90, 3),
-        "runs": timing.runs,
-        "calls_per_graph": together,
-        "bytes": prepared.bytes,
-        "gbps": round(prepared.bytes / timing.median / 1e3, 3),
-        "error": error,
-        "peers": {},
-    }
-    if prepared.ceiling in CEILINGS:
-        ceiling = _ceiling(prepared.ceiling, prepared.bytes, device, args.quick)
-        row[f"{prepared.ceiling}_us"] = round(ceiling.median, 3)
-        row["ceiling_gbps"] = round(prepared.bytes / ceiling.median / 1e3, 3)
-    if args.peers:
-        for peer, calls in prepared.peers.items():
-            time = time_calls(calls, device, together=together, quick=args.quick)
-            row["peers"][peer] = round(time.median, 3)
-            check = prepared.peer_errors.get(peer)
-            if args.refcheck and check and not check() <= 2e-2:
-                sys.exit(f"{routine.op} {_text(case)}: {peer} computes something else")
-    return row
+            for row in rows
+        ],
+        left=range(len(keys)),
+        caption="Peers: their time over ours." if peers else "",
+    )
 
 
-@functools.cache
-def _ceiling(kind: str, num_bytes: int, device: torch.device, quick: bool) -> Timing:
-    """Measured once for every number of bytes."""
-    return CEILINGS[kind](num_bytes, device, quick=quick)
-
-
-def _selected(case: Case, wanted: list[str]) -> bool:
-    pairs = (w.split("=", 1) for w in wanted)
-    return all(str(case.get(key)) == value for key, value in pairs)
-
-
-def _text(case: Case) -> str:
-    return ", ".join(f"{key} {value}" for key, value in case.items())
-
-
-def _table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> Table:
-    where = facts.get("gpu") or f"{facts['cpu']}, {facts['threads']} threads, {facts['isa']}"
-    table = Table(title=f"kvarn on {where}, torch {facts['torch']}")
-    table.add_column("op, format, case", ratio=1)
-    for column in ("time us", "GB/s", "of ceiling", "error"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        limit = row.get("read_us") or row.get("copy_us")
-        title = f"[bold]{row['op']}[/] {row['format'] or ''}\n{_text(row['case'])}"
-        peers = [f"\n  {n}: {t:.1f} us, {t / row['time_us']:.2f}x" for n, t in row["peers"].items()]
-        table.add_row(
-            title + "".join(peers),
-            f"{row['time_us']:.1f}",
-            f"{row['gbps']:.2f}",
-            f"{limit / row['time_us']:.0%}" if limit else "",
-            f"{row['error']:.1e}" if row["error"] is not None else "",
-            end_section=True,
-        )
-    return table
-
-
-def _compare(console: Console, rows: list[dict[str, Any]], old: list[dict[str, Any]]) -> None:
-    table = Table(title="against the earlier run (time now / time then)")
-    for column in ("op", "format", "case", "ratio", ""):
-        table.add_column(column)
-    before = {(row["op"], row["format"], str(row["case"])): row for row in old}
-    for row in rows:
-        then = before.get((row["op"], row["format"], str(row["case"])))
-        if then is None:
-            continue
-        ratio = row["time_us"] / then["time_us"]
-        word = "" if abs(ratio - 1) <= NOISE else "slower" if ratio > 1 else "faster"
-        table.add_row(row["op"], row["format"] or "", _text(row["case"]), f"{ratio:.3f}", word)
-    console.print(table)
+def _where(facts: dict[str, Any]) -> str:
+    machine = facts.get("gpu") or f"{facts['cpu']}, {facts['threads']} threads, {facts['isa']}"
+    return (
+        f"Measured on {machine}, torch {facts['torch']}; "
+        f"a large plain read runs at {facts['ceiling_gbps']:,.0f} GB/s.\n"
+    )
 
 
 if __name__ == "__main__":

@@ -13,18 +13,25 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 Call = Callable[[], object]
 
-#: Never fewer timed calls than this (bench.md); `--quick` lowers it and says so in the results.
+#: Never fewer timed calls than this (bench.md); `--quick` lowers it, and the results say how many.
 MIN_RUNS = 50
-MIN_SECONDS = 0.5
+QUICK_RUNS = 10
+#: Seconds that a measurement takes at least: a CPU needs more of them to sit out its neighbours.
+MIN_SECONDS = {"cpu": 0.5, "cuda": 0.1}
+QUICK_SHARE = 0.2
 MAX_SECONDS = 8.0
 #: A graph holds calls that move at least this much, but no more than so many of them.
 GRAPH_BYTES = 64 << 20
 MAX_GRAPH_CALLS = 20
+#: The GPU spins for so long (about 0.1 ms) before each replay, so that the host is ahead of it and
+#: the time of submitting the graph is not measured.
+SPIN_CYCLES = 200_000
 
 
 @dataclass(frozen=True)
@@ -61,8 +68,8 @@ def time_calls(
 ) -> Timing:
     """Median, p10 and p90 of the time of one call, in microseconds; on a GPU of the mean of
     `together` calls in one graph."""
-    min_runs = 10 if quick else MIN_RUNS
-    min_seconds = 0.1 if quick else MIN_SECONDS
+    min_runs = QUICK_RUNS if quick else MIN_RUNS
+    min_seconds = MIN_SECONDS[device.type] * (QUICK_SHARE if quick else 1)
     one = _cuda_timer(calls, device, together) if device.type == "cuda" else _cpu_timer(calls)
     for i in range(3):
         one(i)
@@ -73,8 +80,14 @@ def time_calls(
         seconds = time.perf_counter() - start
         if (len(times) >= min_runs and seconds >= min_seconds) or seconds >= MAX_SECONDS:
             break
-    times.sort()
-    deciles = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times * 9
+    return summarize(times)
+
+
+def summarize(times: Sequence[float]) -> Timing:
+    """Median, first and last decile."""
+    if len(times) == 1:
+        return Timing(times[0], times[0], times[0], 1)
+    deciles = statistics.quantiles(times, n=10, method="inclusive")
     return Timing(statistics.median(times), deciles[0], deciles[-1], len(times))
 
 
@@ -93,6 +106,7 @@ def _cuda_timer(
 ) -> Callable[[int], float]:
     graphs = []
     stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for call in calls:
             call()
@@ -107,6 +121,7 @@ def _cuda_timer(
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def one(i: int) -> float:
+        torch.cuda._sleep(SPIN_CYCLES)
         begin.record()
         graphs[i % len(graphs)].replay()
         end.record()
@@ -118,8 +133,6 @@ def _cuda_timer(
 
 def _cpu_cache_bytes() -> int:
     """The size of the largest cache that Linux reports; 32 MiB where it reports none."""
-    from pathlib import Path
-
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()

@@ -15,11 +15,13 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """What the numbers were measured on."""
+def machine(device: torch.device, commit: str | None = None) -> dict[str, Any]:
+    """What the numbers were measured on. The commit is git's, with a + if the checkout has
+    changes."""
     facts: dict[str, Any] = {
         "torch": torch.__version__,
-        "commit": _git("rev-parse", "--short=12", "HEAD") + ("+" if _git("status", "-s") else ""),
+        "commit": commit
+        or _git("rev-parse", "--short=12", "HEAD") + ("+" if _git("status", "-s") else ""),
         "date": datetime.date.today().isoformat(),
     }
     if device.type == "cuda":
@@ -47,9 +49,25 @@ def slug(facts: dict[str, Any]) -> str:
 
 
 def save(path: Path, facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """One JSON object; rows of this run replace earlier ones of the same case."""
+    """One JSON object. Earlier rows of other cases stay if they were measured on the same machine,
+    versions and commit; rows that were not would be given a wrong origin, and go."""
+    if path.exists():
+        earlier = load(path)
+        if _origin(earlier) == _origin(facts):
+            mine = {key(row) for row in rows}
+            rows = [*(row for row in earlier["rows"] if key(row) not in mine), *rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+
+
+def _origin(facts: dict[str, Any]) -> dict[str, Any]:
+    """What two runs must have in common to be one result."""
+    return {k: v for k, v in facts.items() if k not in ("date", "ceiling_gbps", "rows")}
+
+
+def key(row: dict[str, Any]) -> str:
+    """What names a measurement: op, format and case."""
+    return json.dumps([row["op"], row["format"], row["case"]], sort_keys=True)
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -137,12 +137,12 @@ class BlockPool:
         return self._ids
 
     def get(self, seq: int, caller: str) -> HeldSequence:
-        try:
-            return self.sequences[seq]
-        except KeyError:
+        # 1.0 and True are keys like 1, but no sequences.
+        if isinstance(seq, bool) or not hasattr(seq, "__index__") or seq not in self.sequences:
             raise ValueError(
                 f"kvarn.PagedCache.{caller}: seq must be a sequence of this cache, got {seq!r}"
-            ) from None
+            )
+        return self.sequences[seq]
 
     def fork(self, parent: HeldSequence, length: int) -> int:
         seq = self.add()

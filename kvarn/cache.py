@@ -389,6 +389,11 @@ class PagedCache:
             raise RuntimeError(f"kvarn.PagedCache.commit: layers {missing} have not attended")
         if accepted is None:
             accepted = [request.num_tokens for request in step.requests]
+        if not isinstance(accepted, Iterable):
+            raise ValueError(
+                "kvarn.PagedCache.commit: accepted must be a number for each of "
+                f"{len(step.requests)} sequences, got {accepted!r}"
+            )
         counts = [require_integer("kvarn.PagedCache.commit: accepted", n) for n in accepted]
         if len(counts) != len(step.requests) or not all(
             r.num_tokens - r.draft <= n <= r.num_tokens

@@ -26,6 +26,22 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """A Hugging Face ``config.json`` (or the one in a model's folder), of its text model.
+
+    Raises:
+        ValueError: the file is not JSON.
+        OSError: it cannot be read.
+    """
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"kvarn::capacity: {path} must be JSON, got {error}") from error
+    return config.get("text_config") or config
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """What a model's cache depends on.
@@ -57,13 +73,7 @@ class ModelShape:
             ValueError: the file does not describe a cache of keys and values.
             OSError: it cannot be read.
         """
-        if path.is_dir():
-            path = path / "config.json"
-        try:
-            config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"kvarn::capacity: {path} must be JSON, got {error}") from error
-        config = config.get("text_config") or config
+        config = read_config(path)
         if config.get("kv_lora_rank"):
             raise ValueError(
                 f"kvarn::capacity: config must keep keys and values, got {path} with multi-head "

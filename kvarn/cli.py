@@ -1,4 +1,4 @@
-"""The command line: ``python -m kvarn info | capacity | demo | bench``."""
+"""The command line: ``python -m kvarn info | capacity | demo | study | bench``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import importlib
 import importlib.util
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvarn import capacity as capacity_module
 from kvarn import info as info_module
+from kvarn import scaling
 from kvarn._terminal import Table, binary_bytes
 from kvarn.capacity import Capacity, ModelShape
 from kvarn.format import Format
@@ -93,7 +95,10 @@ def _missing_modules(names: Sequence[str]) -> list[str]:
 
 
 def capacity(args: argparse.Namespace) -> int:
-    """How many tokens and sequences fit into a memory, in 16 and 8 bits and packed."""
+    """How many tokens and sequences fit into a memory, in 16 and 8 bits and packed.
+
+    With --gpu also how long a decode step takes there, by a model of bytes and bandwidth.
+    """
     shape = _shape(args)
     memory = capacity_module.parse_bytes(args.memory)
     rows = capacity_module.compare(
@@ -106,10 +111,21 @@ def capacity(args: argparse.Namespace) -> int:
     )
     if args.json:
         report = capacity_module.to_json(shape, rows, memory=memory, context=args.context)
+        if args.gpu:
+            report["decode_step"] = scaling.to_json(
+                _steps(args, shape),
+                scaling.GPUS[args.gpu],
+                batch=args.batch,
+                context=args.context,
+                tensor_parallel=args.tp,
+            )
         print(json.dumps(report, indent=2))
         return 0
     for table in _capacity_tables(shape, rows, memory, args.context):
         table.print()
+    if args.gpu:
+        for table in _step_tables(_steps(args, shape), args):
+            table.print()
     return 0
 
 
@@ -170,16 +186,94 @@ def _capacity_tables(
     return [tokens, sequences]
 
 
+def _steps(args: argparse.Namespace, shape: ModelShape) -> list[scaling.Step]:
+    if args.weights is not None:
+        weights = capacity_module.parse_bytes(args.weights)
+        decoder = scaling.Decoder.from_bytes(shape, weights, weight_bits=args.weight_bits)
+    elif args.config is not None:
+        decoder = scaling.Decoder.from_config(args.config, weight_bits=args.weight_bits)
+    else:
+        raise UserError("--gpu needs the weights: --config, or --weights with their bytes")
+    return scaling.predict(
+        decoder,
+        scaling.GPUS[args.gpu],
+        scaling.measured_rates(args.results or scaling.default_results()),
+        formats=args.formats,
+        sink_blocks=args.sink_blocks,
+        recent_blocks=args.recent_blocks,
+        batch=args.batch,
+        context=args.context,
+        tensor_parallel=args.tp,
+    )
+
+
+def _step_tables(steps: Sequence[scaling.Step], args: argparse.Namespace) -> list[Table]:
+    strong = [i for i, step in enumerate(steps) if step.format == Format.presets()[0]]
+    gpus = scaling.GPUS[args.gpu].name
+    if args.tp > 1:
+        gpus = f"{args.tp} x {gpus}"
+    assumed = scaling.ASSUMPTIONS
+    sources: dict[str, list[str]] = {}
+    for step in steps:
+        sources.setdefault(step.attention, []).append(step.format)
+    notes = [
+        f"Attention at {rate}" + (f": {', '.join(names)}." if len(sources) > 1 else ".")
+        for rate, names in sources.items()
+    ]
+    times = Table(
+        f"A decode step on {gpus}, batch {args.batch}, context {args.context:,}: milliseconds",
+        ("format", "weights", "cache", "launch", "step", "tokens/s", "largest"),
+        [
+            (
+                step.format,
+                *(
+                    f"{us / 1e3:.2f}"
+                    for us in (step.weights_us, step.cache_us, step.launch_us, step.step_us)
+                ),
+                f"{step.tokens_per_second:,.0f}",
+                step.largest,
+            )
+            for step in steps
+        ],
+        caption="\n".join(
+            textwrap.fill(line, 80, subsequent_indent="  ")
+            for line in (
+                "A model, not a measurement (kvarn/scaling.py).",
+                *notes,
+                f"Assumed: weights at {assumed.weight_share:.0%} of the bandwidth, "
+                f"{assumed.layer_us:g} us a layer beside attention, {assumed.allreduce_us:g} us "
+                "an all-reduce.",
+            )
+        ),
+        left=(0, 6),
+        strong=strong,
+    )
+    batches = Table(
+        f"What the cache decides on {gpus}",
+        ("format", "cache largest from", "sequences that fit", "tokens/s of them"),
+        [
+            (
+                step.format,
+                f"{step.cache_largest_from:,} tokens",
+                f"{step.fits:,}",
+                f"{step.fits_tokens_per_second:,.0f}" if step.fits else "-",
+            )
+            for step in steps
+        ],
+        caption=f"Largest: longer than weights and launch together, at batch {args.batch}.\n"
+        f"Weights and cache may take {assumed.memory_share:.0%} of the memory.",
+        strong=strong,
+    )
+    return [times, batches]
+
+
 # --------------------------------------------------------------------------------------------------
-# demo, bench
+# demo, study, bench
 
 
 def demo(args: argparse.Namespace) -> int:
     """A real language model with a 16-bit cache and with packed ones."""
-    if missing := _missing_modules(_DEMO_MODULES):
-        raise UserError(
-            f"the demo needs {', '.join(missing)}: pip install 'kvarn[demo]' (or `make demo`)"
-        )
+    _require_demo_modules("demo")
     from kvarn.demo import run
 
     return run(
@@ -191,6 +285,22 @@ def demo(args: argparse.Namespace) -> int:
         memory=capacity_module.parse_bytes(args.memory),
         quick=args.quick,
     )
+
+
+def study(args: argparse.Namespace) -> int:
+    """Measure what each cache does to a model's predictions, with intervals, figures, a report."""
+    _require_demo_modules("study")
+    from kvarn.studies.study import Options, run
+
+    given = {name: getattr(args, name) for name in Options.__dataclass_fields__}
+    return run(Options(**given))
+
+
+def _require_demo_modules(command: str) -> None:
+    if missing := _missing_modules(_DEMO_MODULES):
+        raise UserError(
+            f"the {command} needs {', '.join(missing)}: pip install 'kvarn[demo]' (or `make demo`)"
+        )
 
 
 def bench(argv: Sequence[str]) -> int:
@@ -241,6 +351,22 @@ def _parser() -> argparse.ArgumentParser:
         "--recent-blocks", type=int, default=1,
         help="newest full blocks in 16 bits (default: %(default)s)",
     )  # fmt: skip
+    command.add_argument("--gpu", choices=scaling.GPUS, help="also model a decode step on this GPU")
+    command.add_argument(
+        "--batch", type=int, default=32, help="sequences of that step (default: %(default)s)"
+    )
+    command.add_argument(
+        "--tp", type=int, default=1, help="GPUs that share heads and weights (default: %(default)s)"
+    )
+    command.add_argument("--weights", help="bytes of the weights, where --config does not tell")
+    command.add_argument(
+        "--weight-bits", type=int, default=16, help="of a weight (default: %(default)s)"
+    )
+    command.add_argument(
+        "--results", type=Path, metavar="FOLDER",
+        help="of recorded benchmarks of a GPU, for the rate of attention (default: the "
+        "checkout's)",
+    )  # fmt: skip
     command.add_argument("--json", action="store_true", help="print JSON instead of a table")
     command.set_defaults(command=capacity)
 
@@ -263,6 +389,37 @@ def _parser() -> argparse.ArgumentParser:
         "--quick", action="store_true", help="less than a minute: shorter, fewer rows"
     )
     command.set_defaults(command=demo)
+
+    command = commands.add_parser("study", help=_first_line(study), description=study.__doc__)
+    command.add_argument(
+        "--model",
+        type=Path,
+        help="a local Hugging Face folder or GGUF file (default: SmolLM2-135M)",
+    )
+    command.add_argument(
+        "--text", type=Path, help="a text to read (default: Python's reference, the Vim manual)"
+    )
+    for name, default, meaning in (
+        ("tokens", 1024, "of a segment of text"),
+        ("segments", 2, "of each text"),
+        ("prompts", 8, "of the generation"),
+        ("steps", 64, "tokens that the generation writes"),
+        ("seed", 0, "of the bootstrap, made-up tiles and random rotations"),
+    ):
+        command.add_argument(
+            f"--{name}", type=int, default=default, help=f"{meaning} (default: %(default)s)"
+        )
+    command.add_argument(
+        "--suite", choices=("quick", "standard", "full"), default="standard",
+        help="how many caches: 11, 52 or 74 (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
+    command.add_argument(
+        "--out", type=Path, default=Path("study-output"),
+        help="for results, figures and report; what is there already is not run again "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    command.set_defaults(command=study)
 
     commands.add_parser(
         "bench", help="Time the operators (arguments: python -m kvarn bench --help)", add_help=False

@@ -91,8 +91,8 @@ def sinkhorn_scales(
 
     A round: ``lc += log(clip(col_std(cur), 1e-3, 1e3))``, lc clipped to [-0.3, 10],
     ``cur = t / exp(lc) / exp(lr)``; the same for lr with row_std. The round with the smallest
-    ``imbalance = max/min of col_std + max/min of row_std`` wins, of equal ones the latest; the
-    all-ones scales are the first candidate. Dead tokens, and rows and columns whose deviation in t
+    ``imbalance = max/min of col_std + max/min of row_std`` wins, of equal ones (up to 1e-6: rounding
+    errors must not decide) the latest; the all-ones scales are the first candidate. Dead tokens, and rows and columns whose deviation in t
     is 0, keep log scale 0 and stay out of the imbalance.
     """
     live = rows[:, :, None] & cols[:, None, :]
@@ -115,7 +115,7 @@ def sinkhorn_scales(
         log_r = step(log_r, _std(cur, live, 2), active_rows)
         cur = t / log_c.exp()[:, None, :] / log_r.exp()[:, :, None]
         score = imbalance(cur)
-        better = score <= best
+        better = score <= best * (1 + 1e-6)
         best = torch.where(better, score, best)
         best_r = torch.where(better[:, None], log_r.exp(), best_r)
         best_c = torch.where(better[:, None], log_c.exp(), best_c)

@@ -115,7 +115,7 @@ def _call(op: str, ones: bool) -> Call:
             "cu_query_lens": torch.arange(b + 1, dtype=i32), "causal": True, "sm_scale": 0.1,
             "logits_soft_cap": 30.0, "window_left": 90, "sinks": normal(hq, dtype=f32),
             "max_seq_len": width * g, "split_tokens": g,
-            "workspace": torch.empty(1 << 20, dtype=u8), "out": out, "return_lse": True,
+            "workspace": torch.empty(1 << 24, dtype=u8), "out": out, "return_lse": True,
         }  # fmt: skip
     if op == "decode_workspace_bytes":
         return {

@@ -590,6 +590,12 @@ def test_arguments_are_checked():
             "draft must be a number or 1 numbers, got 2",
         ),
         (lambda: cache.plan([(99, 1)]), "plan: seq must be a sequence of this cache, got 99"),
+        (
+            lambda: cache.plan([(float(seq), 1)]),
+            "plan: seq must be a sequence of this cache, got 1.0",
+        ),
+        (lambda: cache.plan([(True, 1)]), "plan: seq must be a sequence of this cache, got True"),
+        (lambda: cache.fork([seq]), "fork: seq must be a sequence of this cache"),
         (lambda: cache.truncate(seq, 1), r"truncate: length must be in \[0, 0\], got 1"),
         (lambda: cache.fork(seq, -1), r"fork: length must be in \[0, 0\], got -1"),
     ):
@@ -821,6 +827,8 @@ def test_numbers_must_be_integers(bad):
     before = c.state()
     with pytest.raises(ValueError, match="commit: accepted must be an integer, got"):
         cache.commit(step, [bad])
+    with pytest.raises(ValueError, match="commit: accepted must be a number for each of 1 seq"):
+        cache.commit(step, 1)
     assert c.state() == before
     cache.commit(step, np.array([1]))
     cache.truncate(seq, np.int64(2))

@@ -13,9 +13,8 @@ pytest.importorskip("accelerate")
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.utils import logging
+from tiny_model import WORDS, save
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvarn import Format, cli
 from kvarn.studies import encoders, intervals
@@ -23,35 +22,10 @@ from kvarn.studies.divergence import Run, teacher_forced
 from kvarn.studies.models import LoadedModel
 from kvarn.studies.simulated_cache import SimulatedCache
 
-WORDS = "Objects are Python's abstraction for data. " * 60
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model that writes noise: 2 layers, 2 KV heads of 64 channels, one token a byte."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("model")
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<s>", *letters])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(path)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        bos_token_id=0,
-        eos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    return save(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +93,7 @@ def test_simulated_cache_replaces_full_tiles_only(loaded):
         seen.append(tuple(key.shape))
         return torch.zeros_like(key), torch.zeros_like(value)
 
-    cache = SimulatedCache(1, zero, group=16, sink_blocks=1, recent_blocks=1)
+    cache = SimulatedCache(1, zero, group=16, sinks=16, recent_blocks=1)
     key = torch.randn(2, 3, 100, 8, dtype=torch.float16).float()
     for start in range(0, 100, 16):
         kept, _ = cache.update(key[:, :, start : start + 16], key[:, :, start : start + 16], 0)

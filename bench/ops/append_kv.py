@@ -20,6 +20,7 @@ DECODE = 256
 
 class _Routine:
     op = "append_kv"
+    packed = True
 
     def cases(self, device: torch.device, quick: bool) -> list[Case]:
         return [{"tokens": n, "head_dim": 128} for n in ([DECODE] if quick else [DECODE, 8192])]

@@ -7,125 +7,114 @@ import math
 import torch
 
 from bench.harness import Call, input_sets
-from bench.peers import torch_sdpa
+from bench.problems import Attention, Packed
 from bench.routine import Case, Prepared, relative_error
-from kvarn import Format, ops, reference
+from kvarn import Format, ops
 
-KV_HEADS = 8
+#: What one GPU attends with: Qwen3-8B, Qwen3-32B on two, Llama-3-70B on four. The scaling model of
+#: kvarn.scaling is fitted without these cases, and compared with them.
+MODELS = [{"group_size": 4, "kv_heads": 8}, {"group_size": 8, "kv_heads": 4},
+          {"group_size": 8, "kv_heads": 2}]  # fmt: skip
 
 
 class _Routine:
     op = "decode_attention"
+    packed = True
 
     def cases(self, device: torch.device, quick: bool) -> list[Case]:
         if device.type == "cpu":
-            shapes = [(1, 4096), (1, 16384), (8, 2048), (1, 65536)]
-            groups = [4]
-        else:
-            shapes = [
-                (1, 8192),
-                (1, 32768),
-                (1, 131072),
-                (8, 16384),
-                (32, 8192),
-                (64, 16384),
-            ]
-            shapes += [(128, 4096), (256, 2048)]
-            groups = [4, 8]
-        if quick:
-            shapes, groups = shapes[1:2], groups[:1]
-        return [
-            {
-                "batch": b,
-                "context": n,
-                "group_size": g,
-                "head_dim": 128,
-                "query_tokens": 1,
-            }
-            for b, n in shapes
-            for g in groups
-        ]
+            return _cpu_cases()[1:2] if quick else _cpu_cases()
+        return _cuda_cases()[2:3] if quick else _cuda_cases()
 
     def prepare(self, case: Case, fmt: Format | None, device: torch.device) -> Prepared:
         assert fmt is not None
-        batch, context = case["batch"], case["context"]
-        heads = KV_HEADS * case["group_size"]
+        lengths = sequence_lengths(case["batch"], case["context"])
+        kv_heads, count = case.get("kv_heads", 8), case["query_tokens"]
+        blocks = sum(-(-length // fmt.group) for length in lengths)
+        sets = input_sets(blocks * kv_heads * fmt.record_bytes, device)
+        packed = Packed(fmt, lengths, kv_heads, sets, device)
         dtype = torch.float32 if device.type == "cpu" else torch.float16
-        per_seq = context // fmt.group
-        num_bytes = batch * per_seq * KV_HEADS * fmt.record_bytes
-        sets = input_sets(num_bytes, device)
-        blocks = batch * per_seq
-
-        # Enough distinct tiles to be random, then repeated: quantizing is not what is timed.
-        tiles = min(blocks, 64)
-        shape = (tiles, fmt.group, KV_HEADS, fmt.head_dim)
-        key, value = (torch.randn(shape, device=device).to(torch.float16) for _ in range(2))
-        records = ops.quantize_tiles(key, value, fmt)
-        repeat = torch.arange(blocks * sets, device=device) % tiles
-        cache = records[repeat].contiguous()
-        q = torch.randn(batch, heads, fmt.head_dim, device=device).to(dtype)
-        out = torch.full_like(q, math.nan)
-        lens = torch.full((batch,), context, dtype=torch.int32, device=device)
-        order = torch.randperm(blocks * sets, device=device).to(torch.int32)
-        tables = order.view(sets, batch, per_seq)
+        shape = (len(lengths) * count, kv_heads * case["group_size"], fmt.head_dim)
+        problem = Attention(packed, torch.randn(shape, device=device).to(dtype), count)
+        out = torch.full_like(problem.q, math.nan)
+        options = {"max_seq_len": max(lengths), "split_tokens": case.get("split_tokens")}
+        if count > 1:
+            starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=device)
+            options["cu_query_lens"] = starts * count
 
         def attend(table: torch.Tensor) -> Call:
-            return lambda: ops.decode_attention(q, cache, table, lens, fmt, out=out)
-
-        def contiguous() -> tuple[torch.Tensor, torch.Tensor]:
-            """K and V of set 0 as [B, Hkv, S, D], for the peers: the same numbers, unpacked."""
-            cu = torch.arange(batch + 1, dtype=torch.int32, device=device) * context
-            kv = ops.gather_kv(
-                cache, tables[0], lens, fmt, staging=None, block_slot=None, cu_seq_lens=cu,
-                out=tuple(
-                    torch.empty(
-                        batch * context, KV_HEADS, fmt.head_dim, dtype=dtype, device=device
-                    )
-                    for _ in range(2)
-                ),
-            )  # fmt: skip
-            k, v = (
-                x.view(batch, context, KV_HEADS, fmt.head_dim).transpose(1, 2).contiguous()
-                for x in kv
+            return lambda: ops.decode_attention(
+                problem.q, packed.cache, table, packed.seq_lens, fmt, out=out, **options
             )
-            return k, v
+
+        calls = [attend(table) for table in packed.tables]
 
         def error() -> float:
             out.fill_(math.nan)
-            attend(tables[0])()
-            want, _ = reference.decode_attention(
-                q[:1].double(), cache, tables[0][:1], lens[:1], fmt
-            )
-            return relative_error(out[:1], want)
+            calls[0]()
+            return relative_error(out, problem.exact())
 
-        peers: dict[str, list[Call]] = {}
-        peer_errors = {}
-        result: list[torch.Tensor] = [out]
-        key16, value16 = contiguous()
-        peer_sets = min(input_sets(2 * key16.numel() * key16.element_size(), device), sets)
-        copies = [(key16.clone(), value16.clone()) for _ in range(peer_sets)]
-        for name, adapter in (
-            (f"sdpa {str(dtype)[6:]}", torch_sdpa.decode),
-            (f"sdpa {str(dtype)[6:]}, group as rows", torch_sdpa.decode_grouped),
-        ):
-            peers[name] = [adapter(q, k, v, result) for k, v in copies]
-
-            def peer_error(call: Call = peers[name][0]) -> float:
-                call()
-                attend(tables[0])()
-                return relative_error(result[0], out)
-
-            peer_errors[name] = peer_error
+        def peer_error(result: torch.Tensor) -> float:
+            calls[0]()
+            return relative_error(result, out)
 
         return Prepared(
-            calls=[attend(table) for table in tables],
+            calls=calls,
             error=error,
             max_error=2e-5 if dtype is torch.float32 else 2e-3,
-            bytes=num_bytes,
+            bytes=packed.record_bytes,
             ceiling="read",
-            peers=peers,
-            peer_errors=peer_errors,
+            flops=problem.flops,
+            bytes_16bit=packed.bytes_16bit,
+            problem=problem,
+            peer_error=peer_error,
         )
+
+
+def sequence_lengths(batch: int, context: int | str) -> list[int]:
+    """``batch`` lengths; of a context "low-high" log-uniform ones, always the same."""
+    if isinstance(context, int):
+        return [context] * batch
+    low, high = (math.log(int(end)) for end in context.split("-"))
+    uniform = torch.rand(batch, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return [round(math.exp(low + u * (high - low))) for u in uniform.tolist()]
+
+
+def _case(batch: int, context: int | str, group_size: int = 4, head_dim: int = 128,
+          query_tokens: int = 1, **more: int) -> Case:  # fmt: skip
+    return {
+        "batch": batch,
+        "context": context,
+        "group_size": group_size,
+        "head_dim": head_dim,
+        "query_tokens": query_tokens,
+        **more,
+    }
+
+
+def _cpu_cases() -> list[Case]:
+    return [
+        *(_case(b, n) for b, n in [(1, 4096), (1, 16384), (8, 2048), (1, 65536)]),
+        _case(16, "1-8192"),
+        _case(1, 16384, group_size=8),
+        *(_case(1, 16384, query_tokens=n) for n in (2, 4, 8)),
+        *(_case(1, 16384, head_dim=d) for d in (64, 256)),
+        _case(8, 2048, split_tokens=1024),
+    ]
+
+
+def _cuda_cases() -> list[Case]:
+    shapes: list[tuple[int, int | str]] = [
+        (1, 8192), (1, 32768), (1, 131072), (8, 16384), (32, 8192), (64, 16384), (128, 4096),
+        (256, 2048), (64, "1-32768"),
+    ]  # fmt: skip
+    return [
+        *(_case(b, n, g) for b, n in shapes for g in (4, 8)),
+        *(_case(8, 16384, g, query_tokens=n) for g in (4, 8) for n in (2, 3, 4, 8, 16)),
+        *(_case(32, 8192, head_dim=d) for d in (64, 256)),
+        *(_case(b, n, split_tokens=2048) for b, n in [(8, 16384), (64, 16384), (64, "1-32768")]),
+        *(_case(32, n, **model) for n in (4096, 16384) for model in MODELS),
+    ]
 
 
 ROUTINE = _Routine()

@@ -7,6 +7,7 @@ import math
 import torch
 
 from bench.harness import input_sets
+from bench.problems import Function
 from bench.routine import Case, Prepared, relative_error
 from kvarn import Format, ops, reference
 
@@ -15,6 +16,7 @@ HEADS = 8
 
 class _Routine:
     op = "dequantize_tiles"
+    packed = True
 
     def cases(self, device: torch.device, quick: bool) -> list[Case]:
         records = [256] if device.type == "cpu" else [64, 1024, 4096, 16384]
@@ -38,12 +40,19 @@ class _Routine:
             want = reference.dequantize_tiles(records[-1:].cpu(), fmt, dtype=torch.float32)
             return max(relative_error(g, w) for g, w in zip(got, want, strict=True))
 
+        def peer_error(result: tuple[torch.Tensor, torch.Tensor]) -> float:
+            ours = ops.dequantize_tiles(sets[0][0], fmt)
+            return max(relative_error(g, w) for g, w in zip(result, ours, strict=True))
+
         return Prepared(
             calls=[lambda r=r, out=out: ops.dequantize_tiles(r, fmt, out=out) for r, out in sets],
             error=error,
             max_error=5e-4,
             bytes=num_bytes,
             ceiling="copy",
+            bytes_16bit=case["records"] * 4 * fmt.group * fmt.head_dim,
+            problem=Function(lambda r: reference.dequantize_tiles(r, fmt), [(r,) for r, _ in sets]),
+            peer_error=peer_error,
         )
 
 

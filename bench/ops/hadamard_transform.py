@@ -7,12 +7,14 @@ import math
 import torch
 
 from bench.harness import input_sets
+from bench.problems import Function
 from bench.routine import Case, Prepared, relative_error
 from kvarn import Format, ops, reference
 
 
 class _Routine:
     op = "hadamard_transform"
+    packed = False
 
     def cases(self, device: torch.device, quick: bool) -> list[Case]:
         if device.type == "cpu":
@@ -34,12 +36,15 @@ class _Routine:
         # The transform is its own inverse: in place, any number of calls keeps the range.
         in_place = case["in_place"]
         outputs = [x if in_place else torch.full_like(x, math.nan) for x in inputs]
-        matrix = reference.hadamard_matrix(dim).to(device, dtype)
 
         def error() -> float:
             want = reference.hadamard_transform(inputs[0].double())
             ops.hadamard_transform(inputs[0], out=outputs[0])
             return relative_error(outputs[0], want)
+
+        def peer_error(result: torch.Tensor) -> float:
+            ops.hadamard_transform(inputs[0], out=outputs[0])
+            return relative_error(result, outputs[0])
 
         return Prepared(
             calls=[
@@ -50,15 +55,10 @@ class _Routine:
             max_error=2e-3 if dtype is torch.bfloat16 else 4e-4,
             bytes=num_bytes,
             ceiling="copy",
-            # On the CPU a 16-bit matmul is no peer: torch has no fast kernel for it.
-            peers={}
-            if in_place or device.type == "cpu"
-            else {
-                "matmul with H": [
-                    lambda x=x, y=y: torch.matmul(x, matrix, out=y)
-                    for x, y in zip(inputs, outputs, strict=True)
-                ]
-            },
+            problem=None
+            if in_place
+            else Function(reference.hadamard_transform, [(x,) for x in inputs]),
+            peer_error=peer_error,
         )
 
 

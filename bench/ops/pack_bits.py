@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from bench.harness import input_sets
+from bench.problems import Function
 from bench.routine import Case, Prepared
 from kvarn import Format, ops, reference
 
@@ -12,6 +13,8 @@ COUNT = 128
 
 
 class _Routine:
+    packed = False
+
     def __init__(self, op: str) -> None:
         self.op = op
 
@@ -46,7 +49,18 @@ class _Routine:
                 wrong = codes != reference.unpack_bits(packed, bits, count)
             return float(wrong.float().mean())
 
-        return Prepared(calls=calls, error=error, max_error=0.0, bytes=num_bytes, ceiling="copy")
+        def peer_error(result: torch.Tensor) -> float:
+            return float((result != calls[0]()).float().mean())
+
+        if pack:
+            problem = Function(lambda c: reference.pack_bits(c, bits), [(c,) for c, _ in sets])
+        else:
+            packed = [(p,) for _, p in sets]
+            problem = Function(lambda p: reference.unpack_bits(p, bits, count), packed)
+        return Prepared(
+            calls=calls, error=error, max_error=0.0, bytes=num_bytes, ceiling="copy",
+            problem=problem, peer_error=peer_error,
+        )  # fmt: skip
 
 
 PACK = _Routine("pack_bits")

@@ -9,18 +9,27 @@ from bench.routine import Case, Prepared, records_error
 from kvarn import Format, ops
 
 HEADS = 8
-FITS = [("unbiased", 4), ("unbiased", 0), ("minmax", 8), ("minmax", 16)]
+#: The defaults first, then what shows the cost of a round.
+FITS = [
+    ("unbiased", 4), ("minmax", 8),
+    ("unbiased", 0), ("unbiased", 2), ("unbiased", 8), ("unbiased", 16),
+    ("minmax", 0), ("minmax", 4), ("minmax", 16),
+]  # fmt: skip
 
 
 class _Routine:
     op = "quantize_tiles"
+    packed = True
 
     def cases(self, device: torch.device, quick: bool) -> list[Case]:
-        records = [64] if device.type == "cpu" else [64, 1024, 4096, 16384]
+        if quick:
+            return [_case(64, *FITS[0])]
+        if device.type == "cpu":
+            return [_case(64, *fit) for fit in FITS]
+        # The cost of a round shows where the GPU is full.
         return [
-            {"records": n, "head_dim": 128, "fit": fit, "iterations": iterations}
-            for n in (records[:1] if quick else records)
-            for fit, iterations in (FITS[:1] if quick else FITS)
+            *(_case(n, *fit) for n in (64, 1024, 16384) for fit in FITS[:2]),
+            *(_case(4096, *fit) for fit in FITS),
         ]
 
     def prepare(self, case: Case, fmt: Format | None, device: torch.device) -> Prepared:
@@ -57,7 +66,12 @@ class _Routine:
             max_error=3e-2,
             bytes=num_bytes,
             ceiling="copy",
+            bytes_16bit=tiles * HEADS * 4 * fmt.group * fmt.head_dim,
         )
+
+
+def _case(records: int, fit: str, iterations: int) -> Case:
+    return {"records": records, "head_dim": 128, "fit": fit, "iterations": iterations}
 
 
 ROUTINE = _Routine()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from bench.harness import input_sets
+from bench.problems import Function
 from bench.routine import Case, Prepared, relative_error
 from kvarn import Format, ops, reference
 
@@ -13,6 +14,7 @@ SIDE = 128
 
 class _Routine:
     op = "variance_normalize"
+    packed = False
 
     def cases(self, device: torch.device, quick: bool) -> list[Case]:
         counts = [64] if device.type == "cpu" else [1024, 4096]
@@ -41,12 +43,20 @@ class _Routine:
             # Rounds that balance equally well differ in their scales.
             return max(product, relative_error(_imbalance(got.cpu()), _imbalance(want)))
 
+        def peer_error(result: tuple[torch.Tensor, ...]) -> float:
+            balanced, _, _ = ops.variance_normalize(inputs[0], iterations=iterations)
+            return relative_error(_imbalance(result[0]), _imbalance(balanced))
+
         return Prepared(
             calls=[lambda x=x: ops.variance_normalize(x, iterations=iterations) for x in inputs],
             error=error,
             max_error=1e-3,
             bytes=num_bytes,
             ceiling="copy",
+            problem=Function(
+                reference.variance_normalize, [(x,) for x in inputs], {"iterations": iterations}
+            ),
+            peer_error=peer_error,
         )
 
 

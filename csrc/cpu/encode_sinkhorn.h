@@ -13,6 +13,8 @@ namespace {
 
 inline constexpr float kMinFactor = 0.74081822f;  // exp(-0.3)
 inline constexpr float kMaxFactor = 22026.466f;   // exp(10)
+/// Imbalances that differ by less are equal: a later round is taken, whatever the rounding errors.
+inline constexpr float kEqual = 1.000001f;
 
 /// lo for NaN.
 inline float clip(float x, float lo, float hi) {
@@ -125,7 +127,7 @@ inline void sinkhorn(const float* x, int rows, int cols, int64_t stride, float f
     const float imbalance = row_spread.ratio() + col_spread.ratio();
     if (round == 0) {
       best = imbalance;
-    } else if (imbalance <= best) {
+    } else if (imbalance <= best * kEqual) {
       best = imbalance;
       __builtin_memcpy(row_scale, row, static_cast<uint64_t>(rows) * sizeof(float));
       __builtin_memcpy(col_scale, col, static_cast<uint64_t>(cols) * sizeof(float));

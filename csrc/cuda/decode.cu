@@ -9,6 +9,7 @@
 #include "cuda/decode_plan.cuh"
 #include "cuda/format.h"
 #include "cuda/launch.h"
+#include "cuda/paged_check.cuh"
 
 namespace kvarn::cuda {
 
@@ -23,15 +24,13 @@ namespace {
 
 constexpr int64_t kMaxInt = 2147483647;
 constexpr int64_t kAlignment = 16;
-constexpr int kMaxRings = 16;
+constexpr int kMaxGroup = 128;
 
 /// Of the device on which a launch runs.
 struct Device {
   int major = 0;
   int multiprocessors = 0;
-  int shared_of_multiprocessor = 0;
   int shared_of_block = 0;
-  int reserved_of_block = 0;
 
   cudaError_t read() {
     int device = 0;
@@ -41,9 +40,7 @@ struct Device {
     };
     get(major, cudaDevAttrComputeCapabilityMajor);
     get(multiprocessors, cudaDevAttrMultiProcessorCount);
-    get(shared_of_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
     get(shared_of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    get(reserved_of_block, cudaDevAttrReservedSharedMemoryPerBlock);
     return error;
   }
 };
@@ -57,12 +54,6 @@ __global__ void __launch_bounds__(kClearThreads) clear_kernel(unsigned* counters
 #endif
   const unsigned i = blockIdx.x * kClearThreads + threadIdx.x;
   if (i < count) counters[i] = 0;
-}
-
-int blocks_per_multiprocessor(int head_dim) { return head_dim == 64 ? 2 : 1; }
-
-int grid_of(const Device& device, int head_dim) {
-  return device.multiprocessors * blocks_per_multiprocessor(head_dim);
 }
 
 /// Warps that share the bytes of a tile: as many as the rows of a sequence of average length fill.
@@ -109,7 +100,7 @@ Workspace workspace_of(const DecodeWorkspaceParams& p, const Device& device) {
           : tiles;
   if (units <= 1 || p.seqs == 0 || p.tokens == 0) return w;  // no item in several pieces
   const int64_t parts = row_parts_of(p);
-  const int64_t grid = grid_of(device, p.format.head_dim);
+  const int64_t grid = device.multiprocessors;
   const int64_t all = split_tiles > 0 ? max_split_units(p, units) : grid;
   const int64_t counters = split_tiles > 0 ? all * parts : all;
   w.counter_bytes =
@@ -132,6 +123,88 @@ bool are_aligned(const int64_t (&strides)[kCount], int64_t element_bytes) {
                      [=](int64_t stride) { return stride * element_bytes % kAlignment == 0; });
 }
 
+Status check_numbers(const DecodeParams& p, int64_t workspace_bytes) {
+  if (p.q_heads < 1 || p.q_heads % p.kv.kv_heads != 0) {
+    return Status::invalid("q_heads must be a multiple of " + std::to_string(p.kv.kv_heads) +
+                           ", got " + std::to_string(p.q_heads));
+  }
+  if (p.dtype == DType::kFloat32) {
+    return Status::unsupported("q must be fp16 or bf16 on CUDA, got fp32");
+  }
+  if (!std::isfinite(p.sm_scale)) {
+    return Status::invalid("sm_scale must be finite, got " + std::to_string(p.sm_scale));
+  }
+  if (!(std::isfinite(p.logits_soft_cap) && p.logits_soft_cap >= 0)) {
+    return Status::invalid("logits_soft_cap must be finite and at least 0, got " +
+                           std::to_string(p.logits_soft_cap));
+  }
+  if (p.window_left < -1) {
+    return Status::invalid("window_left must be at least -1, got " + std::to_string(p.window_left));
+  }
+  if (p.max_seq_len < 0) {
+    return Status::invalid("max_seq_len must be at least 0, got " + std::to_string(p.max_seq_len));
+  }
+  // Positions are 32-bit numbers in the kernel.
+  if (p.max_seq_len > kMaxInt - kMaxGroup || p.tokens * p.q_heads > kMaxInt ||
+      p.kv.seqs > kMaxInt) {
+    return Status::unsupported("max_seq_len and the rows of q must be below 2^31 on CUDA, got " +
+                               std::to_string(p.max_seq_len) + " and " +
+                               std::to_string(p.tokens * p.q_heads));
+  }
+  if (p.split_tokens < 0 || p.split_tokens % p.kv.format.group != 0) {
+    return Status::invalid("split_tokens must be a multiple of " +
+                           std::to_string(p.kv.format.group) + ", got " +
+                           std::to_string(p.split_tokens));
+  }
+  if (!p.cu_query_lens && p.tokens != p.kv.seqs) {
+    return Status::invalid("q must be of one token per sequence without cu_query_lens, " +
+                           std::to_string(p.kv.seqs) + " in all, got " + std::to_string(p.tokens));
+  }
+  if (p.workspace_bytes < workspace_bytes) {
+    return Status::invalid("workspace must be of at least " + std::to_string(workspace_bytes) +
+                           " bytes, got " + std::to_string(p.workspace_bytes));
+  }
+  const uintptr_t misaligned = reinterpret_cast<uintptr_t>(p.workspace) % kAlignment;
+  if (workspace_bytes > 0 && misaligned != 0) {
+    return Status::invalid("workspace must be aligned to 16 bytes, got an address " +
+                           std::to_string(misaligned) + " bytes past");
+  }
+  return {};
+}
+
+/// The first and the last entry of cu_query_lens.
+struct CheckQueries {
+  IndexArray cu_query_lens;
+  int64_t seqs;
+  int64_t tokens;
+
+  __device__ Offence operator()(int64_t) const {
+    const int64_t first = cu_query_lens[0];
+    const int64_t last = cu_query_lens[seqs];
+    return first != 0 || last != tokens ? Offence{1, first, last} : Offence{};
+  }
+};
+
+Status check_metadata(const DecodeParams& p) {
+  int64_t oldest_seen = p.window_left;
+  if (p.cu_query_lens) {
+    Status ordered = check_offsets("cu_query_lens", p.cu_query_lens, p.kv.seqs, p.stream);
+    if (!ordered.ok()) return ordered;
+    Offence offence;
+    int64_t index = 0;
+    Status status = find_offence(CheckQueries{p.cu_query_lens, p.kv.seqs, p.tokens}, 1, p.stream,
+                                 offence, index);
+    if (!status.ok()) return status;
+    if (offence.rule != 0) {
+      return Status::invalid("cu_query_lens must be from 0 to " + std::to_string(p.tokens) +
+                             " (the tokens of q), got " + std::to_string(offence.value) + " to " +
+                             std::to_string(offence.other));
+    }
+    oldest_seen = -1;  // depends on the queries of the sequence
+  }
+  return check_paged_metadata(p.kv, p.max_seq_len, oldest_seen, "max_seq_len", p.stream);
+}
+
 }  // namespace
 
 int64_t decode_workspace_bytes(const DecodeWorkspaceParams& p) {
@@ -141,18 +214,22 @@ int64_t decode_workspace_bytes(const DecodeWorkspaceParams& p) {
 }
 
 Status decode_attention(const DecodeParams& p) {
+  if (Status status = check_paged_kv(p.kv); !status.ok()) return status;
   Device device;
   if (const cudaError_t error = device.read(); error != cudaSuccess) {
     return runtime_error("reading the properties of the device", error);
   }
   const Format& f = p.kv.format;
-  const int heads_per_kv = p.q_heads / p.kv.kv_heads;
-  if (p.kv.seqs == 0 || p.tokens == 0) return {};
   const DecodeWorkspaceParams sizes = workspace_params(p);
   const Workspace workspace = workspace_of(sizes, device);
+  if (Status status = check_numbers(p, workspace.bytes()); !status.ok()) return status;
+  if (p.kv.seqs == 0 || p.tokens == 0) return {};
+  if (p.checked) {
+    if (Status status = check_metadata(p); !status.ok()) return status;
+  }
 
   DecodePlan plan{};
-  plan.heads_per_kv = heads_per_kv;
+  plan.heads_per_kv = p.q_heads / p.kv.kv_heads;
   plan.row_parts = row_parts_of(sizes);
   for (plan.rows_shift = 0; 1 << plan.rows_shift < plan.row_parts * device::kBlockRows;) {
     ++plan.rows_shift;
@@ -160,16 +237,13 @@ Status decode_attention(const DecodeParams& p) {
   plan.group_shift = f.group == 64 ? 6 : 7;
   plan.layout = record_layout(f);
   plan.stage_bytes = plan.layout.bytes;
-  const int blocks = blocks_per_multiprocessor(f.head_dim);
-  const int room = std::min(device.shared_of_block,
-                            device.shared_of_multiprocessor / blocks - device.reserved_of_block) -
-                   kDecodeStaticBytes;
+  const int room = device.shared_of_block - kDecodeStaticBytes;
   plan.teams = std::min(kDecodeWarps / plan.row_parts, room / (2 * plan.stage_bytes));
   if (plan.teams < 1) {
     return Status::unsupported("this device has too little shared memory for two records of " +
                                std::to_string(plan.stage_bytes) + " bytes");
   }
-  plan.stages = std::min(room / (plan.teams * plan.stage_bytes), kMaxRings / plan.teams);
+  plan.stages = std::min(room / (plan.teams * plan.stage_bytes), kMaxStages / plan.teams);
   plan.window = static_cast<int>(std::min(p.window_left, kMaxInt));
   plan.split_tiles = static_cast<int>(
       std::min(p.split_tokens, std::max<int64_t>(tiles_of(f, p.max_seq_len), 1) * f.group) /
@@ -192,7 +266,7 @@ Status decode_attention(const DecodeParams& p) {
   }
   const int ring_bytes = plan.teams * plan.stages * plan.stage_bytes;
   const int shared_bytes = std::max(ring_bytes, static_cast<int>(kDecodeWarps * state_bytes(f)));
-  const int grid = grid_of(device, f.head_dim);
+  const int grid = device.multiprocessors;
   if (f == Format{4, 2, 128, 128}) {
     return launch_decode<StaticFormat<4, 2, 128, 128>>(p, plan, grid, shared_bytes);
   }

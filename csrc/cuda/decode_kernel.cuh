@@ -30,8 +30,6 @@ namespace kvarn::cuda {
 /// provisions for lanes that part.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(device::kAllLanes, x, 0); }
 
-inline constexpr int kMaxStages = 16;  ///< of all rings of a block
-
 /// What a stage of a ring holds.
 struct alignas(16) StageTile {
   int tile;  ///< of the sequence
@@ -50,12 +48,12 @@ struct alignas(16) StagePiece {
 };
 
 enum StageFlags : int {
-  kEnd = 1,          ///< nothing more
-  kFirstTile = 2,    ///< of a piece
+  kEnd = 1,        ///< nothing more
+  kFirstTile = 2,  ///< of a piece
   kLastTile = 4,
-  kBeginsItem = 8,   ///< the piece has the first unit of its item
-  kEndsItem = 16,    ///< and the last
-  kNoTile = 32,      ///< the piece has no tiles
+  kBeginsItem = 8,  ///< the piece has the first unit of its item
+  kEndsItem = 16,   ///< and the last
+  kNoTile = 32,     ///< the piece has no tiles
 };
 
 /// An item that a share has a part of.
@@ -97,16 +95,23 @@ struct DecodeShared {
   device::Barrier full[kMaxStages];
   device::Barrier empty[kMaxStages];
   StageTile tile[kMaxStages];
+  StagePiece current[kDecodeWarps];  ///< of each warp
   TeamShare share[kDecodeWarps];
   bool join[2];
 };
+static_assert(sizeof(DecodeShared) <= kDecodeStaticBytes);
 
-/// What the rows of a warp see, and their scales.
+/// What all and any rows of a warp see, and the scales of their scores.
 template <int kBlocks>
 struct WarpRows {
   VisibleRange seen;
-  Visible row[kBlocks][2];
   float scale[kBlocks][2];  ///< score -> logit, base 2
+};
+
+/// What each row of a lane sees.
+template <int kBlocks>
+struct RowsVisible {
+  Visible row[kBlocks][2];
 };
 
 /// The (query token, head of the group) rows of a sequence and KV head that a warp has.
@@ -126,6 +131,23 @@ struct RowPlace {
 
   __device__ __forceinline__ int query_of(const DecodePlan& plan, int row) const {
     return queries == 1 ? 0 : row / plan.heads_per_kv;
+  }
+
+  template <int kBlocks>
+  __device__ __forceinline__ RowsVisible<kBlocks> rows_visible(const DecodeParams& p,
+                                                               const DecodePlan& plan,
+                                                               int lane) const {
+    const int length = sequence_work(p, plan, seq).length;
+    RowsVisible<kBlocks> v;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = min(first + b * device::kBlockRows + 2 * (lane % 4) + i, count - 1);
+        v.row[b][i] = visible(p, plan, length, queries, query_of(plan, row));
+      }
+    }
+    return v;
   }
 };
 
@@ -189,23 +211,13 @@ __device__ __forceinline__ void pack_query(const float (&v)[kDim / 4],
 /// What the rows of a warp see.
 template <int kBlocks>
 __device__ __forceinline__ void open_item(const DecodeParams& p, const DecodePlan& plan,
-                                          const RowPlace& place, int lane,
-                                          WarpRows<kBlocks>& rows) {
+                                          const RowPlace& place, WarpRows<kBlocks>& rows) {
   const int length = sequence_work(p, plan, place.seq).length;
   const int last = min(place.first + kBlocks * device::kBlockRows, place.count) - 1;
   rows.seen = {{0, 0}, {0, 0}};
   if (place.first < place.count) {
     rows.seen = visible_range(p, plan, length, place.queries, place.query_of(plan, place.first),
                               place.query_of(plan, last));
-  }
-#pragma unroll
-  for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = place.first + b * device::kBlockRows + 2 * (lane % 4) + i;
-      rows.row[b][i] = visible(p, plan, length, place.queries,
-                               place.query_of(plan, min(row, place.count - 1)));
-    }
   }
 }
 
@@ -216,9 +228,11 @@ __device__ __forceinline__ int token_of(int tile, int lane) {
 }
 
 /// Scores [block][j][2*i + parity] of the tokens i of tiles j -> probabilities relative to
-/// state.top, whose sum is added to the state. unit: of the scores. kPlain: no soft cap, and all rows see all tokens.
+/// state.top, whose sum is added to the state. unit: of the scores. kPlain: no soft cap, and all
+/// rows see all tokens.
 template <bool kPlain, int kDim, int kBlocks, int kRowTiles>
-__device__ __forceinline__ void probabilities(const WarpRows<kBlocks>& rows, float unit,
+__device__ __forceinline__ void probabilities(const WarpRows<kBlocks>& rows,
+                                              const RowsVisible<kBlocks>& visible, float unit,
                                               float soft_cap, int first_token, int lane,
                                               float (&scores)[kBlocks][kRowTiles][4],
                                               device::SoftmaxState<kDim, kBlocks>& state) {
@@ -253,8 +267,9 @@ __device__ __forceinline__ void probabilities(const WarpRows<kBlocks>& rows, flo
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int token = first_token + token_of(j, lane) + i / 2;
-          const Visible& seen = rows.row[b][i % 2];
-          if (token < seen.begin || token >= seen.end) scores[b][j][i] = device::negative_infinity();
+          const Visible& seen = visible.row[b][i % 2];
+          if (token < seen.begin || token >= seen.end)
+            scores[b][j][i] = device::negative_infinity();
         }
       }
     }
@@ -312,7 +327,7 @@ __device__ __forceinline__ void probabilities(const WarpRows<kBlocks>& rows, flo
 /// weight(j, i): of token i of tile j. What a row does not see is 0 whatever its weight.
 template <bool kPlain, bool kBFloat16, int kBlocks, int kRowTiles, class Weight>
 __device__ __forceinline__ void pack_probabilities(
-    const float (&p)[kBlocks][kRowTiles][4], const WarpRows<kBlocks>& rows, int first_token,
+    const float (&p)[kBlocks][kRowTiles][4], const RowsVisible<kBlocks>& visible, int first_token,
     int lane, const Weight& weight, device::ProbabilityOperand<kRowTiles, kBlocks>& to) {
 #pragma unroll
   for (int j = 0; j < kRowTiles; ++j) {
@@ -326,7 +341,7 @@ __device__ __forceinline__ void pack_probabilities(
         if constexpr (!kPlain) {
 #pragma unroll
           for (int k = 0; k < 2; ++k) {
-            const Visible& seen = rows.row[b][k];
+            const Visible& seen = visible.row[b][k];
             if (token < seen.begin || token >= seen.end) pair[k] = 0.f;
           }
         }
@@ -514,8 +529,8 @@ __device__ __forceinline__ ItemPlace item_of(const Cursor& c) {
   return {c.item_start, c.work.units, c.seq, c.head, c.row_block};
 }
 
-/// The first warp of a team finds the tiles of its share, up to 32 of a piece at a time, a lane each,
-/// and fills the ring. All numbers are the same in all lanes.
+/// The first warp of a team finds the tiles of its share, up to 32 of a piece at a time, a lane
+/// each, and fills the ring. All numbers are the same in all lanes.
 class Producer {
  public:
   __device__ __forceinline__ void start(const DecodeParams& p, const DecodePlan& plan,
@@ -561,11 +576,13 @@ class Producer {
   __device__ __forceinline__ void more(const DecodeParams& p, const DecodePlan& plan,
                                        DecodeShared& shared, int team, int lane) {
     __syncwarp();
-    if (flags_ == kEnd) {  // again and again
+    if (flags_ == kEnd) {  // again: places that nobody will look at stay empty
+      first_ = next_;
       found_ = next_ + 1;
       return;
     }
     Cursor cursor = shared.progress[team].cursor;
+    __syncwarp();
     if (next_ < end_) {
       find(p, shared, cursor, team, lane);
       return;
@@ -614,8 +631,8 @@ class Producer {
       const int64_t block = p.kv.block_table.at(cursor.seq, tile);
       if (p.kv.block_slot.data != nullptr) place.slot = static_cast<int>(p.kv.block_slot[block]);
       if (place.slot < 0) {
-        place.record = p.kv.cache.data + block * p.kv.cache.stride[0] +
-                       cursor.head * p.kv.cache.stride[1];
+        place.record =
+            p.kv.cache.data + block * p.kv.cache.stride[0] + cursor.head * p.kv.cache.stride[1];
       }
     }
     shared.place[team][lane] = place;
@@ -630,8 +647,8 @@ class Producer {
   int flags_;
 };
 
-/// A format that the compiler knows; how many tiles of 16 tokens are computed at once (kRowTiles: all
-/// of a record), and how many of 16 channels are summed up at once.
+/// A format that the compiler knows; how many tiles of 16 tokens are computed at once (kRowTiles:
+/// all of a record), and how many of 16 channels are summed up at once.
 template <int kKeyBits, int kValueBits, int kGroup, int kDim>
 struct StaticFormat {
   static constexpr int kDim_ = kDim;
@@ -704,8 +721,8 @@ struct TileWorker {
   }
 
   /// 16-bit scales of the tokens of a record.
-  __device__ __forceinline__ void load_token_scales(const uint8_t* at,
-                                                    float (&scale)[kRowTiles / device::kHalfTiles][8]) const {
+  __device__ __forceinline__ void load_token_scales(
+      const uint8_t* at, float (&scale)[kRowTiles / device::kHalfTiles][8]) const {
 #pragma unroll
     for (int i = 0; i < kRowTiles / device::kHalfTiles; ++i) {
       device::unpack_half8(device::load_16(at + 2 * (i * device::kHalfTokens + lane / 4 * 8)),
@@ -716,13 +733,15 @@ struct TileWorker {
   /// Probabilities times the token scales of V; where the sums start. at: the record; token: the
   /// first of those that are computed at once.
   template <bool kPlain>
-  __device__ __forceinline__ void weigh(const uint8_t* at, int first_token, int token, float unit,
-                                        Scores& scores, device::Normalizer& norm,
-                                        Probabilities& operand, float (&start)[kBlocks][4]) {
+  __device__ __forceinline__ void weigh(const uint8_t* at, const RowsVisible<kBlocks>& visible,
+                                        int first_token, int token, float unit, Scores& scores,
+                                        device::Normalizer& norm, Probabilities& operand,
+                                        float (&start)[kBlocks][4]) {
     const RecordLayout layout = F::layout(plan);
     const Format format = F::format(p);
     constexpr int kHalves = kRowTiles / device::kHalfTiles;
-    probabilities<kPlain>(rows, unit, p.logits_soft_cap, first_token + token, lane, scores, state);
+    probabilities<kPlain>(rows, visible, unit, p.logits_soft_cap, first_token + token, lane, scores,
+                          state);
     if (token == 0) {
       const Visible any = rows.seen.any;
       norm = device::normalizer(device::largest_half(
@@ -754,7 +773,7 @@ struct TileWorker {
       }
     }
     pack_probabilities<kPlain, false>(
-        scores, rows, first_token + token, lane,
+        scores, visible, first_token + token, lane,
         [&](int j, int i) {
           return weight[j / device::kHalfTiles][j % device::kHalfTiles * 2 + i] * norm.factor;
         },
@@ -763,8 +782,9 @@ struct TileWorker {
                                 device::bias_of(format.value_bits), lane, start);
   }
 
-  /// A record in shared memory.
-  __device__ __forceinline__ void record(const uint8_t* at, int first_token) {
+  /// A record in shared memory; place(): a RowPlace.
+  template <class Place>
+  __device__ __forceinline__ void record(const Place& place, const uint8_t* at, int first_token) {
     set_basis(true);
     constexpr int kTokens = kRowTiles * kFragmentDim;
     const RecordLayout layout = F::layout(plan);
@@ -774,7 +794,8 @@ struct TileWorker {
     device::Normalizer norm;
 #pragma unroll 1
     for (int token = 0; token < format.group; token += kTokens) {
-      // With D = 256, the scaled query is made anew for each half: both would not fit the registers.
+      // With D = 256, the scaled query is made anew for each half: both would not fit the
+      // registers.
       if (kDim == 256 || token == 0) {
         device::scale_query(query, at + layout.key_channel_scale, at + layout.key_zero_point,
                             device::bias_of(format.key_bits), lane, scaled);
@@ -792,17 +813,18 @@ struct TileWorker {
         for (int i = 0; i < 4; ++i) {
 #pragma unroll
           for (int b = 0; b < kBlocks; ++b) {
-            scores[b][j][i] *=
-                scale[j / device::kHalfTiles][j % device::kHalfTiles * 2 + i / 2];
+            scores[b][j][i] *= scale[j / device::kHalfTiles][j % device::kHalfTiles * 2 + i / 2];
           }
         }
       }
       Probabilities operand;
       float start[kBlocks][4];
+      RowsVisible<kBlocks> visible;
+      if (!plain) visible = place().template rows_visible<kBlocks>(p, plan, lane);
       if (plain) {
-        weigh<true>(at, first_token, token, scaled.inverse, scores, norm, operand, start);
+        weigh<true>(at, visible, first_token, token, scaled.inverse, scores, norm, operand, start);
       } else {
-        weigh<false>(at, first_token, token, scaled.inverse, scores, norm, operand, start);
+        weigh<false>(at, visible, first_token, token, scaled.inverse, scores, norm, operand, start);
       }
       unsigned skip = 0;
       if (!plain) {
@@ -810,7 +832,7 @@ struct TileWorker {
         for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const Visible& seen = rows.row[b][i];
+            const Visible& seen = visible.row[b][i];
             const int begin = first_token + token;
             if (seen.end <= begin || seen.begin >= begin + kTokens) skip |= 1u << (2 * b + i);
           }
@@ -836,8 +858,8 @@ struct TileWorker {
   }
 
   /// Loads the query. A power of two brings the largest element of a row to 8..16, so that its
-  /// rotation (up to sqrt(D) as large) is below 2^8. Rows of fp16 would lose bits as bf16: part 1 is
-  /// the remainder.
+  /// rotation (up to sqrt(D) as large) is below 2^8. Rows of fp16 would lose bits as bf16: part 1
+  /// is the remainder.
   __device__ __forceinline__ void load_query(const RowPlace& place, bool to_rotated, int part) {
     query_rotated = to_rotated;
     const bool bfloat16 = !to_rotated && p.kv.staging.dtype == DType::kBFloat16;
@@ -886,12 +908,14 @@ struct TileWorker {
     const int64_t base = slot * pool.stride[0] + place.head * pool.stride[2];
     const Visible any = {max(rows.seen.any.begin - first_token, 0),
                          min(rows.seen.any.end - first_token, group)};
-    const device::StagedRows keys = {static_cast<const uint16_t*>(pool.data) + base,
-                                     pool.stride[3], any.begin, any.end, plan.staging_aligned};
+    const device::StagedRows keys = {static_cast<const uint16_t*>(pool.data) + base, pool.stride[3],
+                                     any.begin, any.end, plan.staging_aligned};
     device::StagedRows values = keys;
     values.data += pool.stride[1];
+    const RowsVisible<kBlocks> visible = place.template rows_visible<kBlocks>(p, plan, lane);
     uint64_t not_finite = 0;
-    const int parts = kBFloat16 && p.dtype == DType::kFloat16 ? 2 : 1;
+    // Two parts of the query, see load_query(); with D = 256 there are no registers for that.
+    const int parts = kBFloat16 && kDim < 256 && p.dtype == DType::kFloat16 ? 2 : 1;
 #pragma unroll 1
     for (int step = 0; step < group / kFragmentDim; ++step) {
       // Tokens first + 8r and first + 8r + 1.
@@ -906,22 +930,22 @@ struct TileWorker {
         const int all_from = min(max(rows.seen.all.begin - first_token, from), to);
         const int all_to = max(min(rows.seen.all.end - first_token, to), all_from);
         values.left_out = 0;
-        not_finite =
-            device::find_not_finite<kBFloat16, kDim>(values, half, from, all_from, lane) |
-            device::find_not_finite<kBFloat16, kDim>(values, half, all_to, to, lane);
+        not_finite = device::find_not_finite<kBFloat16, kDim>(values, half, from, all_from, lane) |
+                     device::find_not_finite<kBFloat16, kDim>(values, half, all_to, to, lane);
         values.left_out = not_finite;
         values.left_out_from = half;
       }
       float scores[kBlocks][1][4] = {};
 #pragma unroll 1
       for (int part = 0; part < parts; ++part) {
-        if (kBFloat16 && parts > 1) load_query(place, false, part);
+        if (kBFloat16 && kDim < 256 && parts > 1) load_query(place, false, part);
         device::score_staged<kBFloat16>(keys, token, query, lane, scores);
       }
-      probabilities<false>(rows, 1.f, p.logits_soft_cap, first_token + first, lane, scores, state);
+      probabilities<false>(rows, visible, 1.f, p.logits_soft_cap, first_token + first, lane, scores,
+                           state);
       device::ProbabilityOperand<1, kBlocks> operand;
       pack_probabilities<false, kBFloat16>(
-          scores, rows, first_token + first, lane,
+          scores, visible, first_token + first, lane,
           [&](int, int i) {
             return (not_finite >> (token + i - half) & 1) != 0 ? __int_as_float(0x7fffffff) : 1.f;
           },
@@ -934,17 +958,19 @@ struct TileWorker {
 /// Puts together what the teams of a block, and the blocks, have of the same items.
 template <int kDim, int kBlocks>
 __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodePlan& plan,
-                                            DecodeShared& shared, int teams, const float4* last_pieces, int lane) {
+                                            DecodeShared& shared, int teams,
+                                            const float4* last_pieces, int lane) {
   using State = device::SoftmaxState<kDim, kBlocks>;
   const int warp = threadIdx.x / kWarpLanes;
   const int part = warp % plan.row_parts;
   const int part_rows = kBlocks * device::kBlockRows;
   const Division& division = shared.division;
-  const float4* const first_pieces =
-      plan.warp_pieces + static_cast<int64_t>(blockIdx.x) * kDecodeWarps * State::kVectors * kWarpLanes;
+  const float4* const first_pieces = plan.warp_pieces + static_cast<int64_t>(blockIdx.x) *
+                                                            kDecodeWarps * State::kVectors *
+                                                            kWarpLanes;
   const auto block_piece = [&](int64_t block, int which, int row_part) {
-    return plan.pieces + ((block * 2 + which) * plan.row_parts + row_part) *
-                             (State::kVectors * kWarpLanes);
+    return plan.pieces +
+           ((block * 2 + which) * plan.row_parts + row_part) * (State::kVectors * kWarpLanes);
   };
   const auto rows_of = [&](const ItemPlace& item, int row_part) {
     return RowPlace(p, plan, item.seq, item.head, item.row_block, row_part, part_rows);
@@ -982,8 +1008,7 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
   __syncthreads();
   for (int which = 0; which < 2; ++which) {
     if (!shared.join[which]) continue;
-    const ItemPlace& item =
-        which == 0 ? shared.share[0].first : shared.share[teams - 1].last;
+    const ItemPlace& item = which == 0 ? shared.share[0].first : shared.share[teams - 1].last;
     const int from = division.block_of(item.start);
     const int to = division.block_of(item.start + item.units - 1);
     for (int row_part = 0; row_part < plan.row_parts; ++row_part) {
@@ -1040,7 +1065,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     int stage = 0;
     unsigned parity = 0;
     int behind = -1;  // the stage before
-    StagePiece piece;
+    const StagePiece& piece = shared.current[warp];
 #pragma unroll 1
     for (;;) {
       const int at = first_stage + stage;
@@ -1053,8 +1078,10 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
                         kBlocks * device::kBlockRows);
       };
       if (tile.flags & kFirstTile) {
-        piece = shared.piece[at];
-        open_item(p, plan, place(), lane, worker.rows);
+        __syncwarp();
+        if (lane == 0) shared.current[warp] = shared.piece[at];
+        __syncwarp();
+        open_item(p, plan, place(), worker.rows);
         worker.state.clear();
         worker.rotated = tile.slot < 0;
       }
@@ -1067,7 +1094,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
                                    first_token + F::format(p).group > worker.rows.seen.any.begin);
       if (seen && !(tile.flags & kNoTile)) {
         if (tile.slot < 0) {
-          worker.record(ring + stage * record_bytes, first_token);
+          worker.record(place, ring + stage * record_bytes, first_token);
         } else if (p.kv.staging.dtype == DType::kFloat16) {
           worker.template staged<false>(place(), tile.slot, first_token);
         } else {
@@ -1102,8 +1129,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       } else if (plan.split_tiles > 0) {
         const int64_t item = int64_t{piece.first_unit} * row_parts + part;
         const auto memory = [&](int unit) {
-          return plan.pieces +
-                 (item + int64_t{unit} * row_parts) * (State::kVectors * kWarpLanes);
+          return plan.pieces + (item + int64_t{unit} * row_parts) * (State::kVectors * kWarpLanes);
         };
         worker.state.store(memory(piece.unit), lane);
         if (arrive_last(plan.counters + item, static_cast<unsigned>(piece.units), lane)) {

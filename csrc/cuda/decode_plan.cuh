@@ -23,6 +23,7 @@ inline constexpr int kDecodeWarps = 8;
 inline constexpr int kDecodeThreads = kDecodeWarps * kWarpLanes;
 inline constexpr int kMaxSplits = 128;  ///< of an item: longer sequences have longer splits
 inline constexpr int kDecodeStaticBytes = 10240;  ///< room for DecodeShared
+inline constexpr int kMaxStages = 16;             ///< of all rings of a block
 
 /// What the host adds to the params.
 struct DecodePlan {
@@ -69,9 +70,7 @@ __device__ __forceinline__ SequenceWork sequence_work(const DecodeParams& p, con
                                                       int64_t seq) {
   SequenceWork w;
   const int64_t length = p.kv.seq_lens[seq];
-  w.length = static_cast<int>(length < 0               ? 0
-                              : length > p.max_seq_len ? p.max_seq_len
-                                                       : length);
+  w.length = static_cast<int>(length < 0 ? 0 : length > p.max_seq_len ? p.max_seq_len : length);
   w.queries = query_begin(p, seq + 1) - query_begin(p, seq);
   const int oldest = max(w.length - w.queries, 0);
   const int begin = plan.window < 0 ? 0 : max(oldest - plan.window, 0);
@@ -83,8 +82,7 @@ __device__ __forceinline__ SequenceWork sequence_work(const DecodeParams& p, con
   if (plan.split_tiles > 0) {
     const int splits = (w.end_tile + plan.split_tiles - 1) / plan.split_tiles;
     w.unit_tiles = plan.split_tiles * max((splits + kMaxSplits - 1) / kMaxSplits, 1);
-    w.units =
-        (w.end_tile + w.unit_tiles - 1) / w.unit_tiles - w.first_tile / w.unit_tiles;
+    w.units = (w.end_tile + w.unit_tiles - 1) / w.unit_tiles - w.first_tile / w.unit_tiles;
   }
   w.units = max(w.units, 1);
   const int rows = 1 << plan.rows_shift;
@@ -274,10 +272,10 @@ struct Cursor {
     if (work.row_blocks == 1) return;
     const int rows = 1 << plan.rows_shift;
     const int last_row = min((row_block + 1) * rows, work.queries * plan.heads_per_kv) - 1;
-    const Visible any = visible_range(p, plan, work.length, work.queries,
-                                      row_block * rows / plan.heads_per_kv,
-                                      last_row / plan.heads_per_kv)
-                            .any;
+    const Visible any =
+        visible_range(p, plan, work.length, work.queries, row_block * rows / plan.heads_per_kv,
+                      last_row / plan.heads_per_kv)
+            .any;
     tile = max(tile, any.begin >> plan.group_shift);
     tile_end = min(tile_end, (any.end + (1 << plan.group_shift) - 1) >> plan.group_shift);
     tile_end = max(tile_end, tile);

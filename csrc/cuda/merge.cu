@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   if (row >= p.tokens * p.heads) return;
   const int64_t token = row / p.heads;
   const int64_t head = row - token * p.heads;
-  const auto at = [&](const int64_t(&stride)[2]) { return token * stride[0] + head * stride[1]; };
+  const auto at = [&](const int64_t (&stride)[2]) { return token * stride[0] + head * stride[1]; };
   const float none = device::negative_infinity();
   const float a = p.lse_a[at(p.lse_a_stride)];
   const float b = p.lse_b[at(p.lse_b_stride)];
@@ -63,7 +63,7 @@ template <class T>
 Status run(const MergeParams& p) {
   constexpr int kVector = device::kAccessBytes / static_cast<int>(sizeof(T));
   const auto is_multiple = [](int64_t elements) { return elements % kVector == 0; };
-  const auto aligned = [&](const void* data, const int64_t(&stride)[2]) {
+  const auto aligned = [&](const void* data, const int64_t (&stride)[2]) {
     return reinterpret_cast<uintptr_t>(data) % device::kAccessBytes == 0 &&
            (p.tokens == 1 || is_multiple(stride[0])) && (p.heads == 1 || is_multiple(stride[1]));
   };

@@ -24,6 +24,7 @@
 
 #include "cuda/format.h"
 #include "cuda/launch.h"
+#include "device/factors.cuh"
 #include "device/numeric.cuh"
 
 namespace kvarn::cuda {
@@ -32,22 +33,11 @@ namespace {
 constexpr int kMaxThreads = 512;
 constexpr int kVectorLimit =
     1024;  // longer vectors of a tile that is not resident are in `balanced`
-constexpr float kMinFactor = 0.74081822f;  // exp(-0.3)
-constexpr float kMaxFactor = 22026.466f;   // exp(10)
+
+using device::next_scale;
 
 /// Of a resident tile: neither rows nor columns side by side meet in a bank.
 KVARN_HD constexpr int odd_pitch(int cols) { return cols | 1; }
-
-/// lo for NaN.
-__device__ __forceinline__ float clip(float x, float lo, float hi) {
-  x = x > lo ? x : lo;
-  return x < hi ? x : hi;
-}
-
-/// The scale after a round that saw this deviation.
-__device__ __forceinline__ float next_scale(float scale, float deviation) {
-  return clip(scale * clip(deviation, 1e-3f, 1e3f), kMinFactor, kMaxFactor);
-}
 
 /// Sums over n numbers about one of them.
 struct Moments {
@@ -277,7 +267,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     const float now = imbalance(row_spread, col_spread, scratch);
     if (round == 0) {
       best = now;
-    } else if (now <= best) {
+    } else if (now <= best * device::kEqual) {
       best = now;
       for (int i = threadIdx.x; i < rows; i += threads) row_scale[i] = fabsf(v.row[i]);
       for (int j = threadIdx.x; j < cols; j += threads) col_scale[j] = fabsf(v.col[j]);

@@ -315,10 +315,15 @@ __device__ __forceinline__ void quantize_part(const Jobs& jobs, device::TileMemo
   }
   if (!minmax) {
     if (normalized) {
-      line.col_scale = device::without_factor(memory, tokens, line.col_scale, line.counts_as_col);
+      line.col_scale =
+          device::without_factor(tokens, line.col_scale, line.counts_as_col, memory.stat[4]);
+      if (key) {
+        alternative =
+            device::without_factor(tokens, alternative, line.counts_as_col, memory.stat[5]);
+      }
     }
     line.col_scale = device::half_rounded(device::limited_col_scale(line.col_scale));
-    alternative = device::half_rounded(alternative);
+    alternative = device::half_rounded(device::limited_col_scale(alternative));
   }
   if (!line.counts_as_col) line.col_scale = alternative = 1.f;
 

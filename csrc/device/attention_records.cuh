@@ -66,9 +66,9 @@ __device__ __forceinline__ uint32_t select_and_set(uint32_t x, uint32_t mask, ui
   return y;
 }
 
-/// Half2 number `index` of a lane's words as 2^k + code, the cheapest exact form: the field where it
-/// stands under the exponent that makes its lowest bit a unit. (3 bits have too many different k;
-/// there it is the code itself.)
+/// Half2 number `index` of a lane's words as 2^k + code, the cheapest exact form: the field where
+/// it stands under the exponent that makes its lowest bit a unit. (3 bits have too many different
+/// k; there it is the code itself.)
 template <int kBits>
 __device__ __forceinline__ uint32_t biased_code(const uint32_t* words, int index) {
   if constexpr (kBits == 3) {
@@ -183,7 +183,7 @@ __device__ __forceinline__ void scale_query(const QueryOperand<kDim, kBlocks>& q
     const uint32_t high[] = {z.z, bias.low, z.w, bias.high};
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      uint32_t(&scaled)[4] = to.q.b[b][j];
+      uint32_t (&scaled)[4] = to.q.b[b][j];
 #pragma unroll
       for (int i = 0; i < 4; ++i) scaled[i] = multiply_half2(q.b[b][j][i], scale[i]);
       mma_m16n8k16(sums[b][0], low, scaled[0], scaled[1]);
@@ -223,14 +223,14 @@ struct CodeBlock {
 /// scale.
 template <int kBits, int kDim, int kBlocks, int kRowTiles>
 __device__ __forceinline__ void score_tiles(const uint8_t* codes,
-                                           const ScaledQuery<kDim, kBlocks>& query, int lane,
-                                           float (&scores)[kBlocks][kRowTiles][4]) {
+                                            const ScaledQuery<kDim, kBlocks>& query, int lane,
+                                            float (&scores)[kBlocks][kRowTiles][4]) {
   using Codes = CodeBlock<kBits>;
   constexpr int kTiles = kDim / kFragmentDim;  // column tiles
   constexpr int kAtOnce = kTiles < Codes::kFragments ? kTiles : Codes::kFragments;
   constexpr int kRowTilesOfBlock = Codes::kFragments / kAtOnce;
-  // Chains of mma that run side by side; with 3 bits and D = 256 more would not fit the registers.
-  constexpr int kChains = kBits == 3 && kDim == 256 ? 2 : kRowTiles;
+  // Chains of mma that run side by side; with D = 256 more would not fit the registers.
+  constexpr int kChains = kDim == 256 ? 2 : kRowTiles;
 #pragma unroll
   for (int chain = 0; chain < kRowTiles; chain += kChains) {
 #pragma unroll
@@ -275,8 +275,7 @@ struct ProbabilityOperand {
 template <bool kFiniteOnly, int kBlocks, int kRowTiles>
 __device__ __forceinline__ void start_sums(const uint8_t* zero_points,
                                            const ProbabilityOperand<kRowTiles, kBlocks>& p,
-                                           const Bias& bias, int lane,
-                                           float (&start)[kBlocks][4]) {
+                                           const Bias& bias, int lane, float (&start)[kBlocks][4]) {
   float sums[kBlocks][2][4] = {};
 #pragma unroll
   for (int first = 0; first < kRowTiles; first += kHalfTiles) {
@@ -298,7 +297,7 @@ __device__ __forceinline__ void start_sums(const uint8_t* zero_points,
       }
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
-        const uint32_t(&operand)[2] = p.b[b][first + j];
+        const uint32_t (&operand)[2] = p.b[b][first + j];
         mma_m16n8k16(sums[b][j % 2], a, operand[0], operand[1]);
       }
     }

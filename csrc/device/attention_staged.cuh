@@ -21,12 +21,14 @@ struct StagedRows {
   int64_t stride;        ///< elements
   int begin;             ///< tokens that may be read; others are 0
   int end;
-  bool aligned;  ///< every row, to 16 bytes
+  bool aligned;           ///< every row, to 16 bytes
   uint64_t left_out = 0;  ///< bit i: token left_out_from + i is 0 too
   int left_out_from = 0;
 
   __device__ __forceinline__ uint4 load(int token, int channel) const {
-    if (token < begin || token >= end || (left_out >> (token - left_out_from) & 1) != 0) return {0, 0, 0, 0};
+    if (token < begin || token >= end ||
+        (left_out != 0 && (left_out >> (token - left_out_from) & 1) != 0))
+      return {0, 0, 0, 0};
     const uint16_t* const at = data + token * stride + channel;
     if (aligned) return __ldcs(reinterpret_cast<const uint4*>(at));
     uint4 bits{};
@@ -50,25 +52,33 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
   }
 }
 
+/// Channels whose loads are under way together: all, if the registers hold them.
+constexpr KVARN_HD int channels_at_once(int dim) { return dim == 256 ? 64 : dim; }
+
 /// Scores of tokens 8r and 8r + 1 (from keys.data on), one tile of score_tiles.
 template <bool kBFloat16, int kDim, int kBlocks>
 __device__ __forceinline__ void score_staged(const StagedRows& keys, int token,
                                              const QueryOperand<kDim, kBlocks>& q, int lane,
                                              float (&scores)[kBlocks][1][4]) {
-  uint4 even[kDim / 32], odd[kDim / 32];
+  constexpr int kAtOnce = channels_at_once(kDim) / 32;
 #pragma unroll
-  for (int i = 0; i < kDim / 32; ++i) {
-    even[i] = keys.load(token, 32 * i + lane % 4 * 8);
-    odd[i] = keys.load(token + 1, 32 * i + lane % 4 * 8);
-  }
+  for (int first = 0; first < kDim / 32; first += kAtOnce) {
+    uint4 even[kAtOnce], odd[kAtOnce];
 #pragma unroll
-  for (int i = 0; i < kDim / 32; ++i) {
-    const uint32_t low[] = {even[i].x, odd[i].x, even[i].y, odd[i].y};
-    const uint32_t high[] = {even[i].z, odd[i].z, even[i].w, odd[i].w};
+    for (int i = 0; i < kAtOnce; ++i) {
+      even[i] = keys.load(token, 32 * (first + i) + lane % 4 * 8);
+      odd[i] = keys.load(token + 1, 32 * (first + i) + lane % 4 * 8);
+    }
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      mma_m16n8k16<kBFloat16>(scores[b][0], low, q.b[b][i][0], q.b[b][i][1]);
-      mma_m16n8k16<kBFloat16>(scores[b][0], high, q.b[b][i][2], q.b[b][i][3]);
+    for (int i = 0; i < kAtOnce; ++i) {
+      const uint32_t low[] = {even[i].x, odd[i].x, even[i].y, odd[i].y};
+      const uint32_t high[] = {even[i].z, odd[i].z, even[i].w, odd[i].w};
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        const uint32_t (&operand)[4] = q.b[b][first + i];
+        mma_m16n8k16<kBFloat16>(scores[b][0], low, operand[0], operand[1]);
+        mma_m16n8k16<kBFloat16>(scores[b][0], high, operand[2], operand[3]);
+      }
     }
   }
 }
@@ -78,39 +88,41 @@ template <bool kBFloat16, int kDim, int kBlocks>
 __device__ __forceinline__ void sum_staged(const StagedRows& values, int token,
                                            const ProbabilityOperand<1, kBlocks>& p, int lane,
                                            SoftmaxState<kDim, kBlocks>& state) {
-  // Lane (k, t) has channels 64c + 16t + 0..15 of tokens 8k and 8k + 1.
-  uint4 rows[2][kDim / 64][2];
+  constexpr int kAtOnce = channels_at_once(kDim) / 64;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
+  for (int first = 0; first < kDim / 64; first += kAtOnce) {
+    // Lane (k, t) has channels 64c + 16t + 0..15 of tokens 8k and 8k + 1.
+    uint4 rows[kAtOnce][2][2];
 #pragma unroll
-    for (int c = 0; c < kDim / 64; ++c) {
+    for (int c = 0; c < kAtOnce; ++c) {
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        rows[i][c][k] = values.load(token + i, 64 * c + lane % 4 * 16 + 8 * k);
-      }
-    }
-  }
-#pragma unroll
-  for (int c = 0; c < kDim / 64; ++c) {
-    uint32_t operand[2][8];  // [token][channel % 8]
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint4(&pair)[2] = rows[i][c];
-      const uint32_t first[] = {pair[0].x, pair[0].y, pair[0].z, pair[0].w};
-      const uint32_t second[] = {pair[1].x, pair[1].y, pair[1].z, pair[1].w};
-#pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        operand[i][k] = transpose_8x8(
-            __byte_perm(first[k / 2], second[k / 2], k % 2 == 0 ? 0x5410 : 0x7632));
+      for (int i = 0; i < 4; ++i) {
+        rows[c][i / 2][i % 2] =
+            values.load(token + i / 2, 64 * (first + c) + lane % 4 * 16 + i % 2 * 8);
       }
     }
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const uint32_t a[] = {operand[0][2 * e], operand[0][2 * e + 1], operand[1][2 * e],
-                            operand[1][2 * e + 1]};
+    for (int c = 0; c < kAtOnce; ++c) {
+      uint32_t operand[2][8];  // [token][channel % 8]
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        mma_m16n8k16<kBFloat16>(state.out[b][4 * c + e], a, p.b[b][0][0], p.b[b][0][1]);
+      for (int i = 0; i < 2; ++i) {
+        const uint4(&pair)[2] = rows[c][i];
+        const uint32_t low[] = {pair[0].x, pair[0].y, pair[0].z, pair[0].w};
+        const uint32_t high[] = {pair[1].x, pair[1].y, pair[1].z, pair[1].w};
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+          operand[i][k] =
+              transpose_8x8(__byte_perm(low[k / 2], high[k / 2], k % 2 == 0 ? 0x5410 : 0x7632));
+        }
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const uint32_t a[] = {operand[0][2 * e], operand[0][2 * e + 1], operand[1][2 * e],
+                              operand[1][2 * e + 1]};
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {
+          mma_m16n8k16<kBFloat16>(state.out[b][4 * (first + c) + e], a, p.b[b][0][0], p.b[b][0][1]);
+        }
       }
     }
   }

@@ -113,15 +113,15 @@ __device__ __forceinline__ float channel_spread(const float (&x)[kElements],
   return scale;
 }
 
-/// Line threads: their column's scale divided by the geometric mean of all that count: Sinkhorn's
-/// are determined up to a factor, and weights and rounding depend on it. Contains a barrier.
+/// Line threads: their column's scale divided by the geometric mean of all that count: the factor
+/// of Sinkhorn's is not determined, and weights and rounding depend on it. `stat` is for this call
+/// alone. Contains a barrier.
 template <class Shape>
-__device__ __forceinline__ float without_factor(TileMemory<Shape>& memory,
-                                                const Tokens<Shape>& tokens, float scale,
-                                                bool counts) {
-  put_warp_sum(counts ? log2f(scale) : 0.f, memory.stat[5]);
+__device__ __forceinline__ float without_factor(const Tokens<Shape>& tokens, float scale,
+                                                bool counts, float* stat) {
+  put_warp_sum(counts ? log2f(scale) : 0.f, stat);
   __syncthreads();
-  const float mean = divide(sum_of_warps<Shape>(memory.stat[5]), tokens.row_length());
+  const float mean = divide(sum_of_warps<Shape>(stat), tokens.row_length());
   return counts ? scale * exp2f(-mean) : 1.f;
 }
 

@@ -10,18 +10,11 @@
 
 #include <cstdint>
 
+#include "device/factors.cuh"
 #include "device/numeric.cuh"
 #include "device/tile.cuh"
 
 namespace kvarn::device {
-
-inline constexpr float kMinFactor = 0.74081822f;  // exp(-0.3)
-inline constexpr float kMaxFactor = 22026.466f;   // exp(10)
-
-/// lo for NaN.
-__device__ __forceinline__ float clip(float x, float lo, float hi) {
-  return fminf(fmaxf(x, lo), hi);
-}
 
 /// The deviation (n - 1) of n numbers from their sum and their sum of squares.
 __device__ __forceinline__ float deviation(float sum, float squares, float n) {
@@ -88,7 +81,7 @@ __device__ __forceinline__ float sinkhorn_col_scale(const float (&x)[kElements],
     const float imbalance =
         spread(min_of_warps<Shape>(stat[k]), max_of_warps<Shape>(stat[k + 1])) +
         spread(min_of_warps<Shape>(stat[k + 2]), max_of_warps<Shape>(stat[k + 3]));
-    if (round == 0 || imbalance <= best) {
+    if (round == 0 || imbalance <= best * kEqual) {
       best = imbalance;
       best_col_scale = candidate;
     }
@@ -99,7 +92,7 @@ __device__ __forceinline__ float sinkhorn_col_scale(const float (&x)[kElements],
     if (n < Shape::kCols) {
       if (round > 0 && col_active) {
         col_scale_before = col_scale;
-        col_scale = clip(col_scale * clip(col_deviation, 1e-3f, 1e3f), kMinFactor, kMaxFactor);
+        col_scale = next_scale(col_scale, col_deviation);
       }
       inv_col[n] = divide(factor, col_scale);
     }
@@ -143,7 +136,7 @@ __device__ __forceinline__ float sinkhorn_col_scale(const float (&x)[kElements],
         row_active = row_active && now != 0.f;
       } else if (row_active) {
         const float before = row_scale;
-        row_scale = clip(before * clip(now, 1e-3f, 1e3f), kMinFactor, kMaxFactor);
+        row_scale = next_scale(before, now);
         now *= divide(before, row_scale);
       }
       inv_row[n] = divide(factor, row_scale);

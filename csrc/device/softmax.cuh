@@ -9,7 +9,7 @@
 
 namespace kvarn::device {
 
-inline constexpr int kBlockRows = 8;         ///< rows of the attention matrix in an mma
+inline constexpr int kBlockRows = 8;  ///< rows of the attention matrix in an mma
 inline constexpr unsigned kAllLanes = ~0u;
 inline constexpr float kLog2e = 1.44269504088896341f;
 inline constexpr float kLn2 = 0.69314718055994531f;
@@ -113,7 +113,7 @@ struct SoftmaxState {
     for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
       for (int c = 0; c < kTiles; ++c) {
-        const float(&v)[4] = out[b][c];
+        const float (&v)[4] = out[b][c];
         memory[(b * kTiles + c) * kWarpLanes + lane] = {v[0], v[1], v[2], v[3]};
       }
       memory[(kBlocks * kTiles + b) * kWarpLanes + lane] = {top[b][0], top[b][1], sum[b][0],
@@ -141,7 +141,7 @@ struct SoftmaxState {
 #pragma unroll
       for (int c = 0; c < kTiles; ++c) {
         const float4 v = memory[(b * kTiles + c) * kWarpLanes + lane];
-        float(&o)[4] = out[b][c];
+        float (&o)[4] = out[b][c];
         o[0] = o[0] * mine[0] + v.x * theirs[0];
         o[1] = o[1] * mine[1] + v.y * theirs[1];
         o[2] = o[2] * mine[0] + v.z * theirs[0];
@@ -166,8 +166,8 @@ __device__ __forceinline__ RowResult finish_row(float top, float sum, float sink
   if (sink != none) {
     sink *= kLog2e;
     const float most = fmaxf(own, sink);
-    const float mine = exp2_fast(own - most);
-    const float all = mine + exp2_fast(sink - most);
+    const float mine = own == most ? 1.f : exp2_fast(own - most);  // both may be infinite
+    const float all = mine + (sink == most ? 1.f : exp2_fast(sink - most));
     result.factor *= __fdividef(mine, all);
     result.lse = (most + log2_fast(all)) * kLn2;
   }

@@ -14,21 +14,8 @@ from torch import Tensor
 from kvarn import reference
 from kvarn.demo.configurations import Configuration
 from kvarn.studies.divergence import Trace
+from kvarn.studies.style import COLORS, COMPARATOR_COLOR, STYLE
 
-# Okabe and Ito's colours, which the colour-blind tell apart.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_COMPARATOR_COLOR = "#999999"
-_STYLE = {
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "figure.dpi": 150,
-    "savefig.bbox": "tight",
-    "savefig.facecolor": "white",
-    "legend.frameon": False,
-}
 _WINDOW = 64  # tokens averaged in the curves
 _NOISE = 1e-6  # of fp32 arithmetic: smaller divergences are none
 
@@ -54,7 +41,7 @@ def rotation(path: Path, keys: Sequence[Tensor], first_token: int, group: int = 
         "rotated": rotated.T,
         "rotated and normalized": balanced,
     }
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, 5.4), layout="constrained")
         grid = figure.subplots(
             2, 3, sharey="row", sharex="row", gridspec_kw={"height_ratios": [3, 2]}
@@ -80,7 +67,7 @@ def rotation(path: Path, keys: Sequence[Tensor], first_token: int, group: int = 
             figure.colorbar(image, ax=grid[0, column], label="magnitude", fraction=0.06)
             size = x.square().mean(1).sqrt()
             relative = (size / size.mean()).numpy()
-            grid[1, column].bar(range(len(x)), relative, color=_COLORS[0])
+            grid[1, column].bar(range(len(x)), relative, color=COLORS[0])
             grid[1, column].axhline(1, color="black", linewidth=0.8)
             grid[1, column].set(
                 xlabel="channel",
@@ -101,8 +88,8 @@ def error_by_position(
 ) -> None:
     """KL divergence from the exact cache along the text, one curve a configuration; the means in
     the legend are from token ``first`` on."""
-    colors, dashes = iter(_COLORS * 2), iter(("--", ":", "-.") * 4)
-    with mpl.rc_context(_STYLE):
+    colors, dashes = iter(COLORS * 2), iter(("--", ":", "-.") * 4)
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9, 5), layout="constrained")
         axes = figure.subplots()
         for configuration, trace in traces.items():
@@ -112,7 +99,7 @@ def error_by_position(
             axes.plot(
                 x,
                 y,
-                color=_COMPARATOR_COLOR if configuration.comparator else next(colors),
+                color=COMPARATOR_COLOR if configuration.comparator else next(colors),
                 linestyle=next(dashes) if configuration.comparator else "-",
                 linewidth=1.8,
                 marker=".",
@@ -153,9 +140,9 @@ def memory(path: Path, configurations: Sequence[Configuration], budget: int, lab
     names = [c.name for c in configurations]
     token = [c.bytes_per_token for c in configurations]
     longest = [c.longest_sequence(budget) for c in configurations]
-    colors = [_COMPARATOR_COLOR if c.comparator else _COLORS[0] for c in configurations]
+    colors = [COMPARATOR_COLOR if c.comparator else COLORS[0] for c in configurations]
     colors[0] = "0.3"
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, 0.8 + 0.45 * len(names)), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
         left.bar_label(

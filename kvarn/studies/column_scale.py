@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 from kvarn import Format, ops
+from kvarn.studies import encoders
+from kvarn.studies.simulated_cache import Encoder
 
 Kind = Callable[[Tensor, torch.Generator], Tensor]
 
@@ -100,10 +102,9 @@ KINDS: tuple[Kind, ...] = (
 )  # fmt: skip
 
 
-def errors(key: Tensor, value: Tensor, fmt: Format, iterations: int) -> list[Tensor]:
+def errors(key: Tensor, value: Tensor, encoder: Encoder) -> list[Tensor]:
     """Errors of each tile: K, V, attention, massive (NaN where there is no massive token)."""
-    records = ops.quantize_tiles(key, value, fmt, iterations=iterations)
-    new_key, new_value = ops.dequantize_tiles(records, fmt, dtype=torch.float32)
+    new_key, new_value = encoder(key, value)
     key, value, new_key, new_value = (x[:, :, 0] for x in (key, value, new_key, new_value))
     energy = key.square().sum(-1)
     massive = energy > 1e3 * energy.median(1, keepdim=True).values
@@ -148,7 +149,9 @@ def on_tiles(head_dim: int, name: str) -> Iterator[str]:
         generator = torch.Generator().manual_seed(seed)
         shape = (TILES, fmt.group, 1, head_dim)
         key, value = (kind(torch.randn(shape, generator=generator), generator) for _ in range(2))
-        closed, sinkhorn = (errors(key, value, fmt, n) for n in (CLOSED_FORM, SINKHORN))
+        closed, sinkhorn = (
+            errors(key, value, encoders.packed(fmt, iterations=n)) for n in (CLOSED_FORM, SINKHORN)
+        )
         cells = [interval(a / b) for a, b in zip(closed, sinkhorn, strict=True)]
         yield f"{head_dim:4} {name[6:10]} {kind.__name__:28} " + " ".join(cells)
 
@@ -171,23 +174,16 @@ def on_model() -> Iterator[str]:
     from kvarn.studies import texts
     from kvarn.studies.divergence import Run, teacher_forced
     from kvarn.studies.models import load_model
-    from kvarn.studies.simulated_cache import Encoder, SimulatedCache
+    from kvarn.studies.simulated_cache import SimulatedCache
 
     loaded = load_model()
-
-    def encoder(fmt: Format, iterations: int) -> Encoder:
-        def encode(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            records = ops.quantize_tiles(key, value, fmt, iterations=iterations)
-            return ops.dequantize_tiles(records, fmt, dtype=torch.float32)
-
-        return encode
 
     def run(encode: Encoder | None) -> Run:
         return Run(lambda: SimulatedCache(loaded.num_layers, encode))
 
     formats = [Format(name, head_dim=loaded.head_dim) for name in FORMATS[:2]]
     runs = {
-        (fmt, iterations): run(encoder(fmt, iterations))
+        (fmt, iterations): run(encoders.packed(fmt, iterations=iterations))
         for fmt in formats
         for iterations in (CLOSED_FORM, SINKHORN)
     }

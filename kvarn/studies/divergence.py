@@ -9,6 +9,7 @@ the exact one, so no logits are kept.
 from __future__ import annotations
 
 import inspect
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -111,6 +112,49 @@ def teacher_forced(
         for column, elapsed in zip(columns, seconds, strict=True)
     ]
     return traces[0], dict(zip(runs, traces[1:], strict=True))
+
+
+@torch.inference_mode()
+def exact_predictions(model: Any, tokens: Tensor, cache: Any, *, tile: int = 128) -> Tensor:
+    """Log probabilities fp32 [tokens, vocabulary] of the next token, for `against`; ``cache`` is
+    filled. They stay on the model's device: 4 bytes each."""
+    argument, parts = cache_argument(model), []
+    for chunk in tokens.to(model.device).split(tile):
+        logits = model(chunk[None], **{argument: cache}).logits[0]
+        parts.append(logits.float().log_softmax(-1))
+    return torch.cat(parts)
+
+
+@torch.inference_mode()
+def against(
+    model: Any,
+    tokens: Tensor,
+    exact_log_p: Tensor,
+    cache: Any,
+    *,
+    first_chunk: int = 128,
+    tile: int = 128,
+    progress: Callable[[int], object] = lambda tokens: None,
+) -> Trace:
+    """One cache on a text, through the model's own attention, against stored predictions.
+
+    Args:
+        model, tokens, tile, progress: as in `teacher_forced`.
+        exact_log_p: of `exact_predictions`.
+        cache: a fresh one.
+        first_chunk: tokens that enter first (the sinks and the first tile, so that tiles fill at
+            the end of a chunk), before chunks of ``tile``.
+    """
+    argument, device = cache_argument(model), model.device
+    starts = [0, *range(first_chunk, len(tokens), tile), len(tokens)]
+    columns, begin = [], time.perf_counter()
+    for start, stop in itertools.pairwise(starts):
+        chunk = tokens[start:stop].to(device)
+        following = tokens[start + 1 : stop + 1].to(device)
+        log_p = model(chunk[None], **{argument: cache}).logits[0].float().log_softmax(-1)
+        columns.append(_compare(exact_log_p[start:stop], log_p, following))
+        progress(len(chunk))
+    return _trace(torch.cat(columns, 1).cpu(), time.perf_counter() - begin)
 
 
 def cache_argument(model: Any) -> str:

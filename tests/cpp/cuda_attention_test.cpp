@@ -96,7 +96,6 @@ struct Case {
   int split_tokens = 0;
   bool index64 = false;
   int padding = 0;  // bytes behind each record, elements behind each row of q and out
-  double limit = 0;
 };
 
 /// A pool of blocks in both forms.
@@ -111,7 +110,7 @@ struct Pool {
 };
 
 Pool make_pool(const Case& c, int blocks) {
-  Pool pool{c.format, c.kv_heads, blocks, kvarn::record_layout(c.format).bytes + c.padding,
+  Pool pool{c.format, c.kv_heads, blocks,         kvarn::record_layout(c.format).bytes + c.padding,
             {},       {},         c.staging_dtype};
   const int64_t tile = int64_t{c.format.group} * c.format.head_dim;
   std::mt19937 random(1234);
@@ -246,12 +245,12 @@ int check(const Case& c, const Pool& pool) {
   r.lse = want_lse.data();
   if (c.sinks) r.sinks = sinks.data();
   r.split_tokens = 0;
-  std::vector<float> scratch(static_cast<size_t>(
-      kvarn::cpu::decode_workspace_bytes({c.format, seqs, tokens, q_heads, c.kv_heads,
-                                          p.max_seq_len, 0},
-                                         kvarn::cpu::default_executor().num_threads) /
-          4 +
-      4));
+  std::vector<float> scratch(
+      static_cast<size_t>(kvarn::cpu::decode_workspace_bytes(
+                              {c.format, seqs, tokens, q_heads, c.kv_heads, p.max_seq_len, 0},
+                              kvarn::cpu::default_executor().num_threads) /
+                              4 +
+                          4));
   r.workspace = scratch.data();
   r.workspace_bytes = static_cast<int64_t>(scratch.size() * 4);
   const kvarn::Status cpu_status = kvarn::cpu::decode_attention(r);
@@ -260,9 +259,9 @@ int check(const Case& c, const Pool& pool) {
 
   const size_t offset = c.padding % 16 == 0 ? 0 : 2;
   const DeviceBuffer d_cache(pool.cache, offset), d_staging(pool.staging, offset);
-  const DeviceBuffer d_slots(index_bytes(slots, c.index64)),
-      d_table(index_bytes(table, c.index64)), d_lengths(index_bytes(lengths, c.index64)),
-      d_cu(index_bytes(cu, c.index64)), d_q(q, offset), d_sinks(sinks);
+  const DeviceBuffer d_slots(index_bytes(slots, c.index64)), d_table(index_bytes(table, c.index64)),
+      d_lengths(index_bytes(lengths, c.index64)), d_cu(index_bytes(cu, c.index64)), d_q(q, offset),
+      d_sinks(sinks);
   const std::vector<uint16_t> poison(q.size(), 0x7FFF);
   const DeviceBuffer d_out(poison, offset), d_lse(std::vector<float>(want_lse.size(), NAN));
   const int64_t bytes = kvarn::cuda::decode_workspace_bytes(
@@ -308,7 +307,8 @@ int check(const Case& c, const Pool& pool) {
     if (!(d <= worst_lse)) worst_lse = d;
   }
   const double relative = norm > 0 ? std::sqrt(off / norm) : std::sqrt(off);
-  const double limit = c.dtype == DType::kBFloat16 || c.staging_dtype == DType::kBFloat16 ? 4e-3 : 8e-4;
+  const double limit =
+      c.dtype == DType::kBFloat16 || c.staging_dtype == DType::kBFloat16 ? 4e-3 : 8e-4;
   const bool good = relative < limit && worst_lse < 4e-3;
   if (!good || std::getenv("KVARN_TEST_PRINT") != nullptr) {
     std::fprintf(stderr, "%s %s: error %.2e, lse %.2e\n", good ? "ok" : "BAD", name_of(c).c_str(),
@@ -319,6 +319,154 @@ int check(const Case& c, const Pool& pool) {
 }
 
 int check(const Case& c) { return check(c, make_pool(c, 12)); }
+
+int check_gather(const Case& c, bool rotated) {
+  const Pool pool = make_pool(c, 7);
+  const int seqs = static_cast<int>(c.lengths.size());
+  const int dim = c.format.head_dim;
+  const int64_t row = dim + c.padding;
+  std::vector<int64_t> lengths(c.lengths.begin(), c.lengths.end()), starts(1, 0), table;
+  const int width = *std::max_element(c.lengths.begin(), c.lengths.end()) / c.format.group + 1;
+  std::vector<int64_t> slots(static_cast<size_t>(pool.blocks), -1);
+  for (int b = 0; b < pool.blocks; ++b) {
+    if (c.staged > 0 && b % c.staged == 0) slots[static_cast<size_t>(b)] = pool.blocks - 1 - b;
+  }
+  for (int s = 0; s < seqs; ++s) {
+    starts.push_back(starts.back() + c.lengths[static_cast<size_t>(s)] + s % 2);  // a row between
+    for (int t = 0; t < width; ++t) {
+      const bool used = t * c.format.group < c.lengths[static_cast<size_t>(s)];
+      table.push_back(used ? (3 * t + s) % pool.blocks : int64_t{1} << 28);
+    }
+  }
+  kvarn::GatherParams p;
+  p.kv.format = c.format;
+  p.kv.cache.blocks = pool.blocks;
+  p.kv.cache.stride[0] = c.kv_heads * pool.record_stride;
+  p.kv.cache.stride[1] = pool.record_stride;
+  p.kv.table_width = width;
+  p.kv.seqs = seqs;
+  p.kv.kv_heads = c.kv_heads;
+  p.kv.staging.dtype = c.staging_dtype;
+  p.kv.staging.slots = c.staged > 0 ? pool.blocks : 0;
+  const int64_t tile = int64_t{c.format.group} * dim;
+  const int64_t stride[] = {2 * c.kv_heads * tile, c.kv_heads * tile, tile, dim};
+  std::copy_n(stride, 4, p.kv.staging.stride);
+  p.total_tokens = starts.back();
+  p.dtype = c.dtype;
+  p.rotated = rotated;
+  p.key_stride[0] = p.value_stride[0] = c.kv_heads * row;
+  p.key_stride[1] = p.value_stride[1] = row;
+  const std::vector<uint16_t> poison(static_cast<size_t>(starts.back() * c.kv_heads * row), 0x1234);
+  std::vector<uint16_t> want[2] = {poison, poison};
+
+  kvarn::GatherParams r = p;
+  r.kv.cache.data = const_cast<uint8_t*>(pool.cache.data());
+  if (c.staged > 0) {
+    r.kv.staging.data = const_cast<uint16_t*>(pool.staging.data());
+    r.kv.block_slot = {slots.data(), 1, true};
+  }
+  r.kv.block_table = {table.data(), width, 1, true};
+  r.kv.seq_lens = {lengths.data(), 1, true};
+  r.cu_seq_lens = {starts.data(), 1, true};
+  r.key = want[0].data();
+  r.value = want[1].data();
+  CHECK(kvarn::cpu::gather_kv(r).ok());
+
+  const size_t offset = c.padding % 16 == 0 ? 0 : 2;
+  const DeviceBuffer d_cache(pool.cache, offset), d_staging(pool.staging, offset);
+  const DeviceBuffer d_slots(index_bytes(slots, c.index64)), d_table(index_bytes(table, c.index64)),
+      d_lengths(index_bytes(lengths, c.index64)), d_starts(index_bytes(starts, c.index64));
+  const DeviceBuffer d_key(poison, offset), d_value(poison, offset);
+  p.kv.cache.data = reinterpret_cast<uint8_t*>(d_cache.data());
+  if (c.staged > 0) {
+    p.kv.staging.data = d_staging.data();
+    p.kv.block_slot = {d_slots.data(), 1, c.index64};
+  }
+  p.kv.block_table = {d_table.data(), width, 1, c.index64};
+  p.kv.seq_lens = {d_lengths.data(), 1, c.index64};
+  p.cu_seq_lens = {d_starts.data(), 1, c.index64};
+  p.key = d_key.data();
+  p.value = d_value.data();
+  const kvarn::Status status = kvarn::cuda::gather_kv(p);
+  if (!status.ok()) std::fprintf(stderr, "%s\n", status.message().c_str());
+  CHECK(status.ok());
+  CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  const std::vector<uint16_t> got[2] = {d_key.read<uint16_t>(), d_value.read<uint16_t>()};
+  for (int k = 0; k < 2; ++k) {
+    double off = 0, norm = 0;
+    for (size_t i = 0; i < poison.size(); ++i) {
+      // What belongs to no token is left alone.
+      if (want[k][i] == 0x1234) CHECK(got[k][i] == 0x1234);
+      const double x = from_bits(got[k][i], c.dtype), y = from_bits(want[k][i], c.dtype);
+      off += (x - y) * (x - y);
+      norm += y * y;
+    }
+    const bool good = std::sqrt(off / norm) < (c.dtype == DType::kFloat16 ? 1e-4 : 5e-4);
+    if (!good) {
+      std::fprintf(stderr, "gather %s rotated %d %d: error %.2e\n", name_of(c).c_str(), rotated, k,
+                   std::sqrt(off / norm));
+    }
+    CHECK(good);
+  }
+  return 0;
+}
+
+int check_merge(DType dtype, int dim, int padding) {
+  constexpr int64_t kTokens = 5, kHeads = 3;
+  const int64_t row = dim + padding;
+  std::mt19937 random(7);
+  std::normal_distribution<float> normal;
+  std::vector<uint16_t> a(static_cast<size_t>(kTokens * kHeads * row)), b(a.size());
+  for (size_t i = 0; i < a.size(); ++i) {
+    a[i] = to_bits(normal(random), dtype);
+    b[i] = to_bits(normal(random), dtype);
+  }
+  std::vector<float> lse_a(kTokens * kHeads), lse_b(kTokens * kHeads);
+  for (size_t i = 0; i < lse_a.size(); ++i) {
+    lse_a[i] = i % 4 == 1 ? -INFINITY : 5 * normal(random);
+    lse_b[i] = i % 3 == 1 ? -INFINITY : 5 * normal(random);
+  }
+  kvarn::MergeParams p;
+  p.dtype = dtype;
+  p.tokens = kTokens;
+  p.heads = kHeads;
+  p.head_dim = dim;
+  for (auto* const stride : {p.out_a_stride, p.out_b_stride, p.out_stride}) {
+    stride[0] = kHeads * row;
+    stride[1] = row;
+  }
+  for (auto* const stride : {p.lse_a_stride, p.lse_b_stride, p.lse_stride}) {
+    stride[0] = kHeads;
+    stride[1] = 1;
+  }
+  std::vector<uint16_t> want(a.size(), 0x1234);
+  std::vector<float> want_lse(lse_a.size());
+  const DeviceBuffer d_a(a), d_b(b), d_lse_a(lse_a), d_lse_b(lse_b), d_out(want), d_lse(want_lse);
+  p.out_a = a.data();
+  p.out_b = b.data();
+  p.lse_a = lse_a.data();
+  p.lse_b = lse_b.data();
+  p.out = want.data();
+  p.lse = want_lse.data();
+  CHECK(kvarn::cpu::merge_states(p).ok());
+  p.out_a = d_a.data();
+  p.out_b = d_b.data();
+  p.lse_a = reinterpret_cast<const float*>(d_lse_a.data());
+  p.lse_b = reinterpret_cast<const float*>(d_lse_b.data());
+  p.out = d_out.data();
+  p.lse = reinterpret_cast<float*>(d_lse.data());
+  CHECK(kvarn::cuda::merge_states(p).ok());
+  const std::vector<uint16_t> got = d_out.read<uint16_t>();
+  const std::vector<float> got_lse = d_lse.read<float>();
+  for (size_t i = 0; i < want.size(); ++i) {
+    const float x = from_bits(got[i], dtype), y = from_bits(want[i], dtype);
+    CHECK(std::fabs(x - y) <= 0.01f * std::fabs(y) + 1e-3f);
+  }
+  for (size_t i = 0; i < want_lse.size(); ++i) {
+    CHECK(got_lse[i] == want_lse[i] || std::fabs(got_lse[i] - want_lse[i]) < 1e-5f);
+  }
+  return 0;
+}
 
 }  // namespace
 
@@ -412,6 +560,33 @@ int main() {
     if (check(c)) return 1;
     c.split_tokens = 1024;
     if (check(c)) return 1;
+  }
+  for (const int bits : {2, 3, 4, 8}) {
+    for (const int dim : {64, 128, 256}) {
+      Case c;
+      c.format = {bits,
+                  bits == 8   ? 3
+                  : bits == 3 ? 8
+                  : bits == 4 ? 2
+                              : 4,
+                  bits < 4 ? 64 : 128, dim};
+      c.lengths = {130, 0, 300, 1};
+      for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+        c.dtype = dtype;
+        c.index64 = dtype == DType::kBFloat16;
+        c.padding = c.index64 ? 1 : 16;
+        for (const bool rotated : {false, true}) {
+          if (check_gather(c, rotated)) return 1;
+        }
+      }
+    }
+  }
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+    for (const int dim : {64, 100, 128}) {
+      for (const int padding : {0, 1, 8}) {
+        if (check_merge(dtype, dim, padding)) return 1;
+      }
+    }
   }
   return kvarn::test::failures();
 }

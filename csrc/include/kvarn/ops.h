@@ -335,6 +335,8 @@ Status seal_blocks(const SealParams&);
 Status decode_attention(const DecodeParams&);
 /// On the current device.
 int64_t decode_workspace_bytes(const DecodeWorkspaceParams&);
+Status gather_kv(const GatherParams&);
+Status merge_states(const MergeParams&);
 
 }  // namespace cuda
 

@@ -1,0 +1,213 @@
+"""Tables and figures come from the recorded JSON, and the documents are up to date."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import report
+from bench.ops.decode_attention import _cuda_cases, sequence_lengths
+from kvarn import Format
+
+#: A made-up machine: microseconds of a call, and bytes that it reads in one.
+FIXED, RATE = 6.0, 4.0e6
+NAME = Format.presets()[0]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> Path:
+    """A folder of results as a whole run on an H200 would leave it."""
+    folder = tmp_path_factory.mktemp("results")
+    machine = {
+        "gpu": "NVIDIA H200", "driver": "1", "cuda": "13.0", "torch": "2.11.0", "commit": "abc",
+        "date": "2026-01-02",
+    }  # fmt: skip
+    attention = []
+    for case in _cuda_cases():
+        fmt = Format(NAME, head_dim=case["head_dim"])
+        lengths, heads = sequence_lengths(case["batch"], case["context"]), case.get("kv_heads", 8)
+        num_bytes = sum(-(-n // 128) for n in lengths) * heads * fmt.record_bytes
+        bytes_16bit = sum(lengths) * heads * fmt.head_dim * 4
+        time = (FIXED + num_bytes / RATE) * (1 + (case["query_tokens"] - 1) / 10)
+        slower = {"cuDNN fp16": 5 + bytes_16bit / 4.3e6, "FlashInfer fp8": 9 + bytes_16bit / 7e6}
+        attention.append(
+            row(
+                "decode_attention",
+                case,
+                time,
+                num_bytes,
+                read_us=num_bytes / 4.6e6,
+                bytes_16bit=bytes_16bit,
+                flops=num_bytes * 20,
+                peers=slower if case["query_tokens"] == 1 else {},
+            )  # fmt: skip
+        )
+    quantize = [
+        row(
+            "quantize_tiles",
+            {"records": 64, "head_dim": 128, "fit": f, "iterations": i},
+            100.0 + i,
+            10**6,
+            copy_us=3.0,
+        )  # fmt: skip
+        for f in ("unbiased", "minmax")
+        for i in (0, 4, 8)
+    ]
+    (folder / "h200").mkdir()
+    for op, rows, more in (
+        ("decode_attention", attention, {"ceiling_gbps": 4580}), ("quantize_tiles", quantize, {}),
+    ):  # fmt: skip
+        text = json.dumps({**machine, **more, "rows": rows})
+        (folder / "h200" / f"{op}.json").write_text(text)
+    (folder / "cpu-x").mkdir()
+    transform = row("hadamard_transform", {"shape": [6, 64], "in_place": False}, 2000.0, 10**6)
+    facts = {"cpu": "X", "threads": 2, "isa": "avx2", "torch": "2", "commit": "c", "date": "d"}
+    text = json.dumps({**facts, "rows": [{**transform, "format": None}]})
+    (folder / "cpu-x" / "hadamard_transform.json").write_text(text)
+    return folder
+
+
+def row(op: str, case: dict, time: float, num_bytes: int, **more) -> dict:
+    return {
+        "op": op, "format": NAME, "case": case, "time_us": time, "p10_us": time, "p90_us": 2 * time,
+        "bytes": num_bytes, "gbps": num_bytes / time / 1e3, "error": 1e-4, "peers": {}, **more,
+    }  # fmt: skip
+
+
+def between(text: str, name: str) -> str:
+    return f"Before.\n<!-- bench:{name} -->\n{text}<!-- /bench:{name} -->\nAfter.\n"
+
+
+def filled(results: Path, name: str) -> str:
+    text = report.fill(between("old", name), results, "docs/figures")
+    start, end = between("|", name).split("|")
+    assert text.startswith(start) and text.endswith(end)
+    return text[len(start) : -len(end)]
+
+
+def test_documents_are_up_to_date(capsys):
+    """`python -m bench.report` writes them."""
+    assert report.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_check_writes_nothing(tmp_path, monkeypatch, results, capsys):
+    (tmp_path / "docs").mkdir()
+    for path in (tmp_path / "README.md", tmp_path / "docs" / "benchmarks.md"):
+        path.write_text(between("old\n", "h200"))
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(report, "FIGURES", tmp_path / "docs" / "figures")
+    monkeypatch.setattr(report.record, "RESULTS", results)
+    assert report.main(["--check"]) == 1
+    assert capsys.readouterr().out == "stale: README.md, benchmarks.md\n"
+    assert (tmp_path / "README.md").read_text() == between("old\n", "h200")
+    monkeypatch.setattr(report, "draw", lambda *_: ["a.svg"])
+    assert report.main([]) == 0
+    assert "](docs/figures/h200-share.svg)" in (tmp_path / "README.md").read_text()
+    assert "](figures/h200-share.svg)" in (tmp_path / "docs" / "benchmarks.md").read_text()
+    assert report.main(["--check"]) == 0
+
+
+def test_table_of_a_machine(results):
+    text = filled(results, "h200")
+    assert "on NVIDIA H200 (driver 1, CUDA 13.0), torch 2.11.0, 2026-01-02, commit abc\n" in text
+    # batch, context, group, head dimension, query tokens, and neither split nor KV heads
+    (line,) = [x for x in text.splitlines() if x.startswith("| 64 | 16384 | 4 | 128 | 1 |  |  |")]
+    # 64 * 128 blocks * 8 heads * 13,824 B = 906 MB: 6 + 226.5 us, the read of them 197 us; cuDNN
+    # 5 + 998.8 us.
+    assert line.split(" | ")[7:12] == [
+        "**232.5 us**", "232.5 us-465.0 us", "3,896.8", "85%", "1.00 ms (4.32x)",
+    ]  # fmt: skip
+    assert "![Roofline of decode_attention (h200)](docs/figures/h200-roofline.svg)" in text
+
+
+def test_performance_is_the_headlines_of_every_machine_gpus_first(results):
+    text = filled(results, "performance")
+    gpu, cpu = text.index("NVIDIA H200"), text.index("on X, 2 threads, avx2")
+    assert gpu < cpu
+    assert "decode_attention (format kvarn_k4v2_g128, group_size 4" in text
+    rows = [line for line in text.splitlines() if line.startswith(("| 1 |", "| 64 |", "| 256 |"))]
+    assert [line.split(" | ")[1] for line in rows] == [
+        "8192", "32768", "131072", "16384", "2048", "1-32768",
+    ]  # fmt: skip
+    assert "hadamard_transform (shape 6x64, in_place False)" in text
+    assert "| **2.00 ms** | 0.5 |" in text
+
+
+def test_scaling_model_beside_shapes_it_was_not_fitted_to(results):
+    text = filled(results, "scaling")
+    assert (
+        f"- {NAME}: 83% of the bandwidth after 6.0 us (measured on NVIDIA H200, 2026-01-02" in text
+    )
+    assert "- FP16/BF16: 90% of the bandwidth after 5.0 us" in text
+    assert "- FP8: 73% of the bandwidth after 9.0 us" in text
+    assert "kvarn_k2v2_g128" not in text
+    lines = [line for line in text.splitlines() if line.startswith(f"| {NAME}")]
+    assert len(lines) == 6
+    assert all(line.endswith((" +0% |", " -0% |")) for line in lines)
+
+
+def test_scaling_model_without_measurements(tmp_path):
+    (tmp_path / "h200").mkdir()
+    text = filled(tmp_path, "scaling")
+    assert text == "\nThe shapes of models have not been recorded yet.\n"
+
+
+def test_peers_of_an_earlier_run(results):
+    """Their ratio to ours is only there where we have the case."""
+    (results / "h200" / "earlier").mkdir()
+    case = {"context": 16384, "group_size": 4, "head_dim": 128, "query_tokens": 1}
+    rows = [
+        {"case": {"batch": batch, **case}, "read_us": 10.0, "peers": {"a fp16": 465.0}}
+        for batch in (64, 3)
+    ]
+    path = results / "h200" / "earlier" / "decode_attention_peers.json"
+    path.write_text(json.dumps({"gpu": "NVIDIA H200", "note": "Long ago.", "rows": rows}))
+    text = filled(results, "earlier-peers")
+    assert text.startswith("NVIDIA H200. Long ago.\n")
+    assert "| 64 | 16384 | 10.0 us | 465.0 us (2.00x) |" in text
+    assert "| 3 | 16384 | 10.0 us | 465.0 us |" in text
+    path.unlink()
+
+
+def test_figures(results, tmp_path, monkeypatch):
+    drawn = report.draw(results, tmp_path / "a")
+    assert drawn == [
+        "h200-share.svg", "h200-speedup.svg", "h200-query-tokens.svg", "h200-iterations.svg",
+        "h200-roofline.svg",
+    ]  # fmt: skip
+    monkeypatch.setattr(report, "PLOTS", {"speedup": report.PLOTS["speedup"]})
+    (name,) = report.draw(results, tmp_path / "b")
+    assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_curves(results):
+    """What is drawn: the numbers of the rows."""
+    from matplotlib.figure import Figure
+
+    found = report.runs(results / "h200")
+
+    def axes_of(name):
+        axes = Figure().subplots()
+        report.PLOTS[name](found)(axes)
+        return axes
+
+    query = {line.get_label(): line for line in axes_of("query-tokens").get_lines()}
+    line = query["batch 8, context 16384, group 4"]
+    assert list(line.get_xdata()) == [1, 2, 3, 4, 8, 16]
+    assert line.get_ydata() == pytest.approx([1, 1.1, 1.2, 1.3, 1.7, 2.5])
+    iterations = {line.get_label(): line for line in axes_of("iterations").get_lines()}
+    assert list(iterations["minmax, 64 records"].get_ydata()) == [100 / 64, 104 / 64, 108 / 64]
+    speedup = {line.get_label(): line for line in axes_of("speedup").get_lines()}
+    assert set(speedup) >= {"cuDNN fp16", "FlashInfer fp8"}
+    assert len(speedup["cuDNN fp16"].get_xdata()) == 8  # the ragged batch has no one context
+    share = [bar.get_width() for bar in axes_of("share").patches]
+    assert len(share) == 9
+    assert max(share) < 100
+    points = axes_of("roofline").get_lines()[0]
+    assert points.get_xdata() == pytest.approx([20.0] * len(points.get_xdata()))
+
+
+def test_a_machine_without_results_has_no_figures():
+    assert all(plot({}) is None for plot in report.PLOTS.values())
