@@ -91,9 +91,10 @@ def sinkhorn_scales(
 
     A round: ``lc += log(clip(col_std(cur), 1e-3, 1e3))``, lc clipped to [-0.3, 10],
     ``cur = t / exp(lc) / exp(lr)``; the same for lr with row_std. The round with the smallest
-    ``imbalance = max/min of col_std + max/min of row_std`` wins, of equal ones (up to 1e-6: rounding
-    errors must not decide) the latest; the all-ones scales are the first candidate. Dead tokens, and rows and columns whose deviation in t
-    is 0, keep log scale 0 and stay out of the imbalance.
+    ``imbalance = max/min of col_std + max/min of row_std`` wins, of equal ones (up to 1e-6:
+    rounding errors must not decide) the latest; the all-ones scales are the first candidate. Dead
+    tokens, and rows and columns whose deviation in t is 0, keep log scale 0 and stay out of the
+    imbalance.
     """
     live = rows[:, :, None] & cols[:, None, :]
     active_rows = rows & (_std(t, live, 2) != 0)

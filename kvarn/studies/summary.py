@@ -90,8 +90,8 @@ def title(parts: Parts) -> str:
     return (
         f"{settings['model']} ({found['layers']} layers, {found['heads']} query and "
         f"{found['kv_heads']} KV heads of {found['head_dim']} channels), {settings['dtype']} on "
-        f"{found['device']}; {len(segments)} segments of {settings['tokens']:,} tokens "
-        f"({', '.join(segments)}), seed {settings['seed']}"
+        f"{found['device']}; {len(segments)} segment{'s' * (len(segments) != 1)} of "
+        f"{settings['tokens']:,} tokens ({', '.join(segments)}), seed {settings['seed']}"
     )
 
 
