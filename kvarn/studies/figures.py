@@ -9,6 +9,7 @@ from pathlib import Path
 import matplotlib as mpl
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from kvarn.studies import intervals, summary
 from kvarn.studies.cases import GROUP
@@ -37,7 +38,8 @@ CAPTIONS = {
     "are 95 % intervals.",
     "channels": "Root mean square of each channel of the real key and value tile whose largest "
     "channel stands out most, over the mean of all: as the model made it, rotated, and rotated "
-    "and normalized.",
+    "and normalized. The normalization levels the channels of values; of keys it levels the "
+    "tokens, and each channel has a scale of its own.",
     "codes": "How often each code is used in tiles of all layers and heads.",
     "attention": "Squared error of the attention output over its energy, for each layer (mean of "
     "heads), and for each layer and query head with the default cache.",
@@ -182,10 +184,9 @@ def _choices(parts: Parts) -> Figure | None:
         yticks=range(len(judged)),
         yticklabels=[claim.text for claim, _, _ in judged],
         title="Claims: green holds, orange does not, grey is not established",
-        xticks=[0.1, 0.2, 0.5, 1, 2],
-        xticklabels=["0.1", "0.2", "0.5", "1", "2"],
-        xlim=(0.1, 2.5),
     )
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.tick_params(axis="y", labelsize=8)
     axes.invert_yaxis()
