@@ -3,6 +3,6 @@ kernels. Needs the extra ``kvarn[demo]`` (transformers, gguf, matplotlib, rich).
 
 ``python -m kvarn study`` runs `study`: `cases` (what is compared: `encoders`, `steps`), measured by
 `divergence`, `attention_error`, `free_running`, `tiles` and `synthetic`, kept by `results`, told by
-`summary`, `figures`, `report` and, for docs/accuracy.md, `document`. `column_scale` and
-`model_choices` are smaller studies of one question each.
+`summary`, `figures`, `report` and, for docs/accuracy.md, `document`. `column_scale` is a smaller
+study of one question.
 """
