@@ -32,6 +32,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda/dtype.h"
 #include "cuda/format.h"
 #include "cuda/launch.h"
 #include "device/codes.cuh"
@@ -552,16 +553,7 @@ Status run(const DequantizeParams& p) {
 
 Status dequantize_tiles(const DequantizeParams& p) {
   if (Status status = check_format(p.format); !status.ok()) return status;
-  switch (p.dtype) {
-    case DType::kFloat16:
-      return run<__half>(p);
-    case DType::kBFloat16:
-      return run<__nv_bfloat16>(p);
-    case DType::kFloat32:
-      return run<float>(p);
-  }
-  return Status::invalid("dtype must be fp16, bf16 or fp32, got " +
-                         std::to_string(static_cast<int>(p.dtype)));
+  return with_element_type(p.dtype, [&](auto element) { return run<decltype(element)>(p); });
 }
 
 }  // namespace kvarn::cuda

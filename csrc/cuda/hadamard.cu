@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <string>
 
+#include "cuda/dtype.h"
 #include "cuda/launch.h"
 #include "device/hadamard.cuh"
 #include "device/numeric.cuh"
@@ -185,16 +186,7 @@ Status hadamard_transform(const HadamardParams& p) {
   for (int64_t n : p.rows) {
     if (n < 0) return Status::invalid("rows must be at least 0, got " + std::to_string(n));
   }
-  switch (p.dtype) {
-    case DType::kFloat16:
-      return run<__half>(p);
-    case DType::kBFloat16:
-      return run<__nv_bfloat16>(p);
-    case DType::kFloat32:
-      return run<float>(p);
-  }
-  return Status::invalid("dtype must be fp16, bf16 or fp32, got " +
-                         std::to_string(static_cast<int>(p.dtype)));
+  return with_element_type(p.dtype, [&](auto element) { return run<decltype(element)>(p); });
 }
 
 }  // namespace kvarn::cuda

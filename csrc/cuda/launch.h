@@ -17,30 +17,17 @@ inline Status runtime_error(const char* what, cudaError_t error) {
                          cudaGetErrorString(error) + ")");
 }
 
-/// Launches `kernel` on `stream` and reports the error of this launch. `overlapped`: it may start
-/// while the kernel before it on the stream still runs (programmatic dependent launch, sm_90).
+/// Launches `kernel` on `stream` and reports the error of this launch.
 template <class... Params, class... Args>
-Status launch_behind(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
-                     void* stream, bool overlapped, Args&&... args) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+Status launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
+              Args&&... args) {
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
-  config.numAttrs = overlapped ? 1 : 0;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
   return error == cudaSuccess ? Status() : runtime_error("launch", error);
-}
-
-template <class... Params, class... Args>
-Status launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
-              Args&&... args) {
-  return launch_behind(kernel, grid, block, shared_bytes, stream, false,
-                       std::forward<Args>(args)...);
 }
 
 inline Status too_little_shared_memory(size_t bytes) {

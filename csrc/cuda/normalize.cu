@@ -22,6 +22,7 @@
 #include <string>
 #include <type_traits>
 
+#include "cuda/dtype.h"
 #include "cuda/format.h"
 #include "cuda/launch.h"
 #include "device/factors.cuh"
@@ -324,16 +325,7 @@ Status variance_normalize(const NormalizeParams& p) {
                            std::to_string(p.rows) + ", " + std::to_string(p.cols) + "]");
   }
   if (Status status = check_grid("tiles", p.tiles); !status.ok()) return status;
-  switch (p.dtype) {
-    case DType::kFloat16:
-      return run<__half>(p);
-    case DType::kBFloat16:
-      return run<__nv_bfloat16>(p);
-    case DType::kFloat32:
-      return run<float>(p);
-  }
-  return Status::invalid("dtype must be fp16, bf16 or fp32, got " +
-                         std::to_string(static_cast<int>(p.dtype)));
+  return with_element_type(p.dtype, [&](auto element) { return run<decltype(element)>(p); });
 }
 
 }  // namespace kvarn::cuda

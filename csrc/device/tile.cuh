@@ -7,10 +7,10 @@
 // is also, both for K and V, what one lane holds of a record (layout.h), so codes are packed where
 // they are.
 //
-// A square makes both ways of summing cheap: a lane adds its 8 elements, the lanes that share a row
-// (4) or a column (8) exchange halves of what they have until each holds the sum of its own 2 rows
-// or its own column, and shared memory adds up the warps. A sum then belongs to the line thread of
-// its row or column: thread n looks after row n and column n.
+// A square makes both ways of summing cheap: a lane adds its 8 elements, and the lanes that share a
+// row (4) or a column (8) exchange halves of what they have, once for rows and three times for
+// columns. What is left is added up in shared memory by the line thread of the row or column:
+// thread n looks after row n and column n.
 #pragma once
 
 #include <cstdint>
@@ -246,7 +246,7 @@ struct TileMemory {
   static constexpr int kRowSums = 5;
   static constexpr int kColSums = 2;
   static constexpr int kRowArrays = 6;
-  static constexpr int kColArrays = 4;
+  static constexpr int kColArrays = 3;
   static constexpr int kStats = 8;
   static constexpr int kOfRows = kRowSums * RowPartials<Shape>::kStride;
   static constexpr int kOfCols = kColSums * Shape::kRowWarps * Shape::kCols;
