@@ -42,6 +42,14 @@ class Cuda {
   Status pack_records(const CanonicalParams& p) { return cuda::pack_records(on_stream(p)); }
   Status append_kv(const AppendParams& p) { return cuda::append_kv(checked_on_stream(p)); }
   Status seal_blocks(const SealParams& p) { return cuda::seal_blocks(checked_on_stream(p)); }
+  Status decode_attention(const DecodeParams& p) {
+    return cuda::decode_attention(checked_on_stream(p));
+  }
+  int64_t decode_workspace_bytes(const DecodeWorkspaceParams& p) {
+    return cuda::decode_workspace_bytes(p);
+  }
+  Status gather_kv(const GatherParams& p) { return cuda::gather_kv(checked_on_stream(p)); }
+  Status merge_states(const MergeParams& p) { return cuda::merge_states(on_stream(p)); }
 
  private:
   template <class Params>
@@ -74,6 +82,10 @@ STABLE_TORCH_LIBRARY_IMPL(kvarn, CUDA, m) {
   m.impl("pack_records", TORCH_BOX(&pack_records<Cuda>));
   m.impl("append_kv", TORCH_BOX(&append_kv<Cuda>));
   m.impl("seal_blocks", TORCH_BOX(&seal_blocks<Cuda>));
+  m.impl("decode_attention", TORCH_BOX(&decode_attention<Cuda>));
+  m.impl("decode_workspace_bytes", TORCH_BOX(&decode_workspace_bytes<Cuda>));
+  m.impl("gather_kv", TORCH_BOX(&gather_kv<Cuda>));
+  m.impl("merge_states", TORCH_BOX(&merge_states<Cuda>));
 }
 
 }  // namespace kvarn::binding

@@ -332,6 +332,11 @@ Status unpack_records(const CanonicalParams&);
 Status pack_records(const CanonicalParams&);
 Status append_kv(const AppendParams&);
 Status seal_blocks(const SealParams&);
+Status decode_attention(const DecodeParams&);
+/// On the current device.
+int64_t decode_workspace_bytes(const DecodeWorkspaceParams&);
+Status gather_kv(const GatherParams&);
+Status merge_states(const MergeParams&);
 
 }  // namespace cuda
 

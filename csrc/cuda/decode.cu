@@ -1,0 +1,273 @@
+// decode_attention: checks, the division of shared memory and workspace, and the launch.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <random>
+#include <string>
+
+#include "cuda/decode_plan.cuh"
+#include "cuda/format.h"
+#include "cuda/launch.h"
+#include "cuda/paged_check.cuh"
+
+namespace kvarn::cuda {
+
+template <int kKeyBits, int kValueBits, int kGroup, int kDim>
+struct StaticFormat;
+template <int kDim>
+struct AnyFormat;
+template <class F>
+Status launch_decode(const DecodeParams& p, const DecodePlan& plan, int grid, int shared_bytes);
+
+namespace {
+
+constexpr int64_t kMaxInt = 2147483647;
+constexpr int64_t kAlignment = 16;
+constexpr int kMaxGroup = 128;
+
+/// A number that is different for every call, and that nothing in memory has by chance. (A graph
+/// plays the same number again; so flags are taken down by who reads them.)
+uint64_t random_number() {
+  thread_local std::mt19937_64 generator{(uint64_t{std::random_device{}()} << 32) ^
+                                         std::random_device{}()};
+  return generator() | 1;
+}
+
+/// Of the device on which a launch runs.
+struct Device {
+  int multiprocessors = 0;
+  int shared_of_block = 0;
+
+  cudaError_t read() {
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    const auto get = [&](int& value, cudaDeviceAttr attribute) {
+      if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, attribute, device);
+    };
+    get(multiprocessors, cudaDevAttrMultiProcessorCount);
+    get(shared_of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    return error;
+  }
+};
+
+/// Warps that share the bytes of a tile: as many as the rows of a sequence of average length fill.
+int row_parts_of(const DecodeWorkspaceParams& p) {
+  const int64_t queries = p.seqs > 0 ? (p.tokens + p.seqs - 1) / p.seqs : 1;
+  const int64_t rows = queries * (p.q_heads / p.kv_heads);
+  int parts = 1;
+  while (parts < kDecodeWarps && parts * device::kBlockRows < rows) parts *= 2;
+  return parts;
+}
+
+int64_t state_bytes(const Format& f) {
+  return int64_t{kWarpLanes} * (f.head_dim / kFragmentDim + 1) *
+         static_cast<int64_t>(sizeof(float4));
+}
+
+int64_t tiles_of(const Format& f, int64_t tokens) { return (tokens + f.group - 1) / f.group; }
+
+/// Units of the whole batch, at most.
+int64_t max_split_units(const DecodeWorkspaceParams& p, int64_t parts, int64_t units_of_item) {
+  const int64_t rows = parts * device::kBlockRows;
+  const int64_t row_blocks =
+      std::min(p.seqs, p.tokens) + p.tokens * (p.q_heads / p.kv_heads) / rows;
+  return row_blocks * p.kv_heads * units_of_item;
+}
+
+/// The parts of the workspace, each a multiple of 16 bytes.
+struct Workspace {
+  int64_t flag_bytes = 0;
+  int64_t piece_bytes = 0;
+  int64_t warp_piece_bytes = 0;
+
+  int64_t bytes() const { return flag_bytes + piece_bytes + warp_piece_bytes; }
+};
+
+Workspace workspace_of(const DecodeWorkspaceParams& p, const Device& device) {
+  Workspace w;
+  const int64_t tiles = tiles_of(p.format, p.max_seq_len);
+  const int64_t split_tiles = p.split_tokens / p.format.group;
+  const int64_t units =
+      split_tiles > 0
+          ? std::min<int64_t>((tiles + split_tiles - 1) / std::max<int64_t>(split_tiles, 1),
+                              kMaxSplits)
+          : tiles;
+  if (units <= 1 || p.seqs == 0 || p.tokens == 0) return w;  // no item in several pieces
+  const int64_t parts = row_parts_of(p);
+  const int64_t grid = device.multiprocessors;
+  const int64_t all = split_tiles > 0 ? max_split_units(p, parts, units) : grid;
+  const int64_t flags = split_tiles > 0 ? all * parts : all * 2;
+  w.flag_bytes = (flags * int64_t{sizeof(uint64_t)} + kAlignment - 1) / kAlignment * kAlignment;
+  w.piece_bytes = all * parts * state_bytes(p.format) * (split_tiles > 0 ? 1 : 2);
+  if (split_tiles == 0) w.warp_piece_bytes = grid * kDecodeWarps * state_bytes(p.format);
+  return w;
+}
+
+DecodeWorkspaceParams workspace_params(const DecodeParams& p) {
+  return {p.kv.format,   p.kv.seqs,     p.tokens,      p.q_heads,
+          p.kv.kv_heads, p.max_seq_len, p.split_tokens};
+}
+
+bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % kAlignment == 0; }
+
+template <size_t kCount>
+bool are_aligned(const int64_t (&strides)[kCount], int64_t element_bytes) {
+  return std::all_of(strides, strides + kCount,
+                     [=](int64_t stride) { return stride * element_bytes % kAlignment == 0; });
+}
+
+Status check_numbers(const DecodeParams& p, int64_t workspace_bytes) {
+  if (p.q_heads < 1 || p.q_heads % p.kv.kv_heads != 0) {
+    return Status::invalid("q_heads must be a multiple of " + std::to_string(p.kv.kv_heads) +
+                           ", got " + std::to_string(p.q_heads));
+  }
+  if (p.dtype == DType::kFloat32) {
+    return Status::unsupported("q must be fp16 or bf16 on CUDA, got fp32");
+  }
+  if (!std::isfinite(p.sm_scale)) {
+    return Status::invalid("sm_scale must be finite, got " + std::to_string(p.sm_scale));
+  }
+  if (!(std::isfinite(p.logits_soft_cap) && p.logits_soft_cap >= 0)) {
+    return Status::invalid("logits_soft_cap must be finite and at least 0, got " +
+                           std::to_string(p.logits_soft_cap));
+  }
+  if (p.window_left < -1) {
+    return Status::invalid("window_left must be at least -1, got " + std::to_string(p.window_left));
+  }
+  if (p.max_seq_len < 0) {
+    return Status::invalid("max_seq_len must be at least 0, got " + std::to_string(p.max_seq_len));
+  }
+  // Positions are 32-bit numbers in the kernel.
+  if (p.max_seq_len > kMaxInt - kMaxGroup || p.tokens * p.q_heads > kMaxInt ||
+      p.kv.seqs > kMaxInt) {
+    return Status::unsupported("max_seq_len and the rows of q must be below 2^31 on CUDA, got " +
+                               std::to_string(p.max_seq_len) + " and " +
+                               std::to_string(p.tokens * p.q_heads));
+  }
+  if (p.split_tokens < 0 || p.split_tokens % p.kv.format.group != 0) {
+    return Status::invalid("split_tokens must be a multiple of " +
+                           std::to_string(p.kv.format.group) + ", got " +
+                           std::to_string(p.split_tokens));
+  }
+  if (!p.cu_query_lens && p.tokens != p.kv.seqs) {
+    return Status::invalid("q must be of one token per sequence without cu_query_lens, " +
+                           std::to_string(p.kv.seqs) + " in all, got " + std::to_string(p.tokens));
+  }
+  if (p.workspace_bytes < workspace_bytes) {
+    return Status::invalid("workspace must be of at least " + std::to_string(workspace_bytes) +
+                           " bytes, got " + std::to_string(p.workspace_bytes));
+  }
+  const uintptr_t misaligned = reinterpret_cast<uintptr_t>(p.workspace) % kAlignment;
+  if (workspace_bytes > 0 && misaligned != 0) {
+    return Status::invalid("workspace must be aligned to 16 bytes, got an address " +
+                           std::to_string(misaligned) + " bytes past");
+  }
+  return {};
+}
+
+/// The first and the last entry of cu_query_lens.
+struct CheckQueries {
+  IndexArray cu_query_lens;
+  int64_t seqs;
+  int64_t tokens;
+
+  __device__ Offence operator()(int64_t) const {
+    const int64_t first = cu_query_lens[0];
+    const int64_t last = cu_query_lens[seqs];
+    return first != 0 || last != tokens ? Offence{1, first, last} : Offence{};
+  }
+};
+
+Status check_metadata(const DecodeParams& p) {
+  int64_t oldest_seen = p.window_left;
+  if (p.cu_query_lens) {
+    Status ordered = check_offsets("cu_query_lens", p.cu_query_lens, p.kv.seqs, p.stream);
+    if (!ordered.ok()) return ordered;
+    Offence offence;
+    int64_t index = 0;
+    Status status = find_offence(CheckQueries{p.cu_query_lens, p.kv.seqs, p.tokens}, 1, p.stream,
+                                 offence, index);
+    if (!status.ok()) return status;
+    if (offence.rule != 0) {
+      return Status::invalid("cu_query_lens must be from 0 to " + std::to_string(p.tokens) +
+                             " (the tokens of q), got " + std::to_string(offence.value) + " to " +
+                             std::to_string(offence.other));
+    }
+    oldest_seen = -1;  // depends on the queries of the sequence
+  }
+  return check_paged_metadata(p.kv, p.max_seq_len, oldest_seen, "max_seq_len", p.stream);
+}
+
+}  // namespace
+
+int64_t decode_workspace_bytes(const DecodeWorkspaceParams& p) {
+  Device device;
+  if (device.read() != cudaSuccess) return 0;  // decode_attention reports it
+  return workspace_of(p, device).bytes();
+}
+
+Status decode_attention(const DecodeParams& p) {
+  if (Status status = check_paged_kv(p.kv); !status.ok()) return status;
+  Device device;
+  if (const cudaError_t error = device.read(); error != cudaSuccess) {
+    return runtime_error("reading the properties of the device", error);
+  }
+  const Format& f = p.kv.format;
+  const DecodeWorkspaceParams sizes = workspace_params(p);
+  const Workspace workspace = workspace_of(sizes, device);
+  if (Status status = check_numbers(p, workspace.bytes()); !status.ok()) return status;
+  if (p.kv.seqs == 0 || p.tokens == 0) return {};
+  if (p.checked) {
+    if (Status status = check_metadata(p); !status.ok()) return status;
+  }
+
+  DecodePlan plan{};
+  plan.heads_per_kv = p.q_heads / p.kv.kv_heads;
+  plan.row_parts = row_parts_of(sizes);
+  for (plan.rows_shift = 0; 1 << plan.rows_shift < plan.row_parts * device::kBlockRows;) {
+    ++plan.rows_shift;
+  }
+  plan.group_shift = f.group == 64 ? 6 : 7;
+  plan.layout = record_layout(f);
+  plan.stage_bytes = plan.layout.bytes;
+  const int room = device.shared_of_block - kDecodeStaticBytes;
+  plan.teams = std::min(kDecodeWarps / plan.row_parts, room / (2 * plan.stage_bytes));
+  if (plan.teams < 1) {
+    return Status::unsupported("this device has too little shared memory for two records of " +
+                               std::to_string(plan.stage_bytes) + " bytes");
+  }
+  plan.stages = std::min(room / (plan.teams * plan.stage_bytes), kMaxStages / kDecodeWarps);
+  plan.window = static_cast<int>(std::min(p.window_left, kMaxInt));
+  plan.split_tiles = static_cast<int>(
+      std::min(p.split_tokens, std::max<int64_t>(tiles_of(f, p.max_seq_len), 1) * f.group) /
+      f.group);
+  plan.records_aligned = is_aligned(p.kv.cache.data) && are_aligned(p.kv.cache.stride, 1);
+  plan.staging_aligned = is_aligned(p.kv.staging.data) && are_aligned(p.kv.staging.stride, 2);
+  plan.q_aligned = is_aligned(p.q) && are_aligned(p.q_stride, 2);
+  plan.out_aligned = is_aligned(p.out) && are_aligned(p.out_stride, 2);
+  auto* const memory = static_cast<char*>(p.workspace);
+  plan.launch = random_number();
+  plan.flags = reinterpret_cast<uint64_t*>(memory);
+  plan.pieces = reinterpret_cast<float4*>(memory + workspace.flag_bytes);
+  plan.warp_pieces =
+      reinterpret_cast<float4*>(memory + workspace.flag_bytes + workspace.piece_bytes);
+  const int grid = device.multiprocessors;
+  plan.inverse_shares = UINT64_MAX / static_cast<uint64_t>(grid * plan.teams) + 1;
+  const int ring_bytes = plan.teams * plan.stages * plan.stage_bytes;
+  const int shared_bytes = std::max(ring_bytes, static_cast<int>(kDecodeWarps * state_bytes(f)));
+  if (f == Format{4, 2, 128, 128}) {
+    return launch_decode<StaticFormat<4, 2, 128, 128>>(p, plan, grid, shared_bytes);
+  }
+  switch (f.head_dim) {
+    case 64:
+      return launch_decode<AnyFormat<64>>(p, plan, grid, shared_bytes);
+    case 128:
+      return launch_decode<AnyFormat<128>>(p, plan, grid, shared_bytes);
+    default:
+      return launch_decode<AnyFormat<256>>(p, plan, grid, shared_bytes);
+  }
+}
+
+}  // namespace kvarn::cuda

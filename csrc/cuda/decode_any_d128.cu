@@ -1,0 +1,5 @@
+#include "cuda/decode_launch.cuh"
+
+template kvarn::Status kvarn::cuda::launch_decode<kvarn::cuda::AnyFormat<128>>(const DecodeParams&,
+                                                                               const DecodePlan&,
+                                                                               int, int);

@@ -1,0 +1,274 @@
+// Items that lie in several shares are put together here: inside a block through shared memory;
+// between blocks through the workspace, by the block that comes last. Always in the same order.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/decode_rows.cuh"
+#include "cuda/decode_shared.cuh"
+
+namespace kvarn::cuda {
+
+/// States of the same rows in memory, to be added up in this order: one of them elsewhere than the
+/// others, which are `stride` vectors apart.
+struct Pieces {
+  const float4* first;
+  int64_t stride;
+  int count;
+  const float4* other;
+  int other_index;
+
+  __device__ __forceinline__ const float4* operator[](int i) const {
+    return i == other_index ? other : first + i * stride;
+  }
+};
+
+/// One float4 column of a sum of states, with the rows' tops and sums.
+struct JoinedColumn {
+  float4 out;
+  float top[2];
+  float sum[2];
+};
+
+/// What any thread of the device wrote and made known, in shared memory or global.
+__device__ __forceinline__ float4 load_piece(const float4* at) {
+  float4 v;
+  asm volatile("ld.relaxed.gpu.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(at));
+  return v;
+}
+
+/// Adds up one column, eight states at a time.
+template <int kDim, int kBlocks>
+__device__ __forceinline__ JoinedColumn join_column(const Pieces& pieces, int column, int lane) {
+  using State = device::SoftmaxState<kDim, kBlocks>;
+  constexpr int kAtOnce = 8;
+  const int row_column = kBlocks * State::kTiles + column / State::kTiles;
+  const float none = device::negative_infinity();
+  JoinedColumn to{{0.f, 0.f, 0.f, 0.f}, {none, none}, {0.f, 0.f}};
+#pragma unroll 1
+  for (int first = 0; first < pieces.count; first += kAtOnce) {
+    float4 v[kAtOnce], row[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      row[i] = {none, none, 0.f, 0.f};
+      v[i] = {0.f, 0.f, 0.f, 0.f};
+      if (first + i < pieces.count) {
+        const float4* const at = pieces[first + i] + lane;
+        row[i] = load_piece(at + row_column * kWarpLanes);
+        v[i] = load_piece(at + column * kWarpLanes);
+      }
+    }
+    float most[2] = {to.top[0], to.top[1]};
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      most[0] = fmaxf(most[0], row[i].x);
+      most[1] = fmaxf(most[1], row[i].y);
+    }
+    float reference[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      reference[i] = most[i] == none ? 0.f : most[i];
+      const float factor = device::exp2_fast(to.top[i] - reference[i]);
+      to.sum[i] *= factor;
+      (i == 0 ? to.out.x : to.out.y) *= factor;
+      (i == 0 ? to.out.z : to.out.w) *= factor;
+      to.top[i] = most[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const float a = device::exp2_fast(row[i].x - reference[0]);
+      const float b = device::exp2_fast(row[i].y - reference[1]);
+      to.sum[0] += row[i].z * a;
+      to.sum[1] += row[i].w * b;
+      to.out.x += v[i].x * a;
+      to.out.y += v[i].y * b;
+      to.out.z += v[i].z * a;
+      to.out.w += v[i].w * b;
+    }
+  }
+  return to;
+}
+
+/// Finishes and writes a column of the result.
+template <int kDim, int kBlocks>
+__device__ __forceinline__ void write_column(const DecodeParams& p, const DecodePlan& plan,
+                                             const RowPlace& place, int column,
+                                             const JoinedColumn& from, int lane) {
+  using State = device::SoftmaxState<kDim, kBlocks>;
+  const int block = column / State::kTiles;
+  const int tile = column % State::kTiles;
+#pragma unroll
+  for (int parity = 0; parity < 2; ++parity) {
+    const float all = device::sum_over_tokens(from.sum[parity]);
+    const int row = place.first + block * device::kBlockRows + 2 * (lane % 4) + parity;
+    if (row >= place.count) continue;
+    const OutputRow to(p, plan, place, row, from.top[parity], all);
+    const float v[2] = {(parity == 0 ? from.out.x : from.out.y) * to.result.factor,
+                        (parity == 0 ? from.out.z : from.out.w) * to.result.factor};
+    store_channels(p, plan, to.out + tile / 4 * 64 + lane / 4 * 8 + tile % 4 * 2, v);
+    if (p.lse != nullptr && lane < 4 && tile == 0) p.lse[to.lse] = to.result.lse;
+  }
+}
+
+/// Makes known to the device that a piece is in memory, which the threads before a barrier wrote.
+/// The number of the launch is drawn at random: whatever was in the workspace, it is not a flag.
+__device__ __forceinline__ void raise_flag(const DecodePlan& plan, uint64_t* flag) {
+  __threadfence();
+  asm volatile("st.release.gpu.u64 [%0], %1;" ::"l"(flag), "l"(plan.launch) : "memory");
+}
+
+/// Waits until all of `count` flags, `stride` apart, are raised, and takes them down: the same
+/// launch may be played again. A warp. Who waits has the last piece of an item: blocks start in
+/// their order, so that those who have the others run or have ended.
+__device__ __forceinline__ void wait_for_flags(const DecodePlan& plan, uint64_t* flags,
+                                               int64_t stride, int count, int lane) {
+  for (int i = lane; i < count; i += kWarpLanes) {
+    uint64_t* const flag = flags + i * stride;
+    uint64_t value;
+    do {
+      asm volatile("ld.acquire.gpu.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+    } while (value != plan.launch);
+    *flag = 0;
+  }
+  __syncwarp();
+}
+
+/// With splits: a warp that has the last unit of its rows adds up all, which follow each other in
+/// memory `stride` vectors apart.
+template <int kDim, int kBlocks>
+__device__ __forceinline__ void join_units(const DecodeParams& p, const DecodePlan& plan,
+                                           const RowPlace& place, int64_t first_flag, int unit,
+                                           int units, const float4* first, int64_t stride,
+                                           int lane) {
+  using State = device::SoftmaxState<kDim, kBlocks>;
+  uint64_t* const flags = plan.flags + first_flag;
+  __syncwarp();
+  if (unit < units - 1) {
+    if (lane == 0) raise_flag(plan, flags + int64_t{unit} * plan.row_parts);
+    return;
+  }
+  wait_for_flags(plan, flags, plan.row_parts, units - 1, lane);
+#pragma unroll 1
+  for (int column = 0; column < kBlocks * State::kTiles; ++column) {
+    write_column<kDim, kBlocks>(
+        p, plan, place, column,
+        join_column<kDim, kBlocks>({first, stride, units, nullptr, -1}, column, lane), lane);
+  }
+}
+
+/// Without: all that the teams of a block, and the blocks, have of the same items. last_pieces: of
+/// the block's warps, in shared memory.
+///
+/// Border b is that before team b. A run of borders that cut the same item makes one piece of it. If
+/// the item begins and ends in this block that is all of it, and a warp writes it. If not, all warps
+/// together make the piece, for the block where the item ends, which adds up all of them.
+template <int kDim, int kBlocks>
+__device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodePlan& plan,
+                                            DecodeShared& shared, int teams,
+                                            const float4* last_pieces, int lane) {
+  using State = device::SoftmaxState<kDim, kBlocks>;
+  constexpr int kStateVectors = State::kVectors * kWarpLanes;
+  constexpr int kColumns = kBlocks * State::kTiles;
+  constexpr int kFront = 0;  // pieces of a block that others add up or add to: of its first item,
+  constexpr int kBack = 1;   // and of its last, if that begins here
+  const int warp = own_warp();
+  const int parts = plan.row_parts;
+  const auto block_piece = [&](int64_t block, int which) {
+    return plan.pieces + (block * 2 + which) * parts * kStateVectors;
+  };
+  const auto rows_of = [&](const ItemPlace& item, int part) {
+    return RowPlace(p, plan, item.seq, item.head, item.row_block, part,
+                    kBlocks * device::kBlockRows);
+  };
+
+  // A bit a team.
+  const TeamShare& own = shared.share[lane % kDecodeWarps];
+  const unsigned all = (1u << teams) - 1;
+  const unsigned begins = __ballot_sync(device::kAllLanes, own.cut_at_begin) & all;
+  const unsigned middles = __ballot_sync(device::kAllLanes, own.middle) & all;
+  // Borders at which runs end, and the first team of such a run: behind the last before it that is
+  // no middle.
+  unsigned runs = begins & ~middles;
+  const auto teams_before = [&](int b) { return ~middles & ((1u << b) - 1); };
+  const auto first_team = [&](int b) {
+    return teams_before(b) == 0 ? 0 : 31 - __clz(teams_before(b));
+  };
+  const auto pieces_of = [&](int b) {
+    const int from = first_team(b);
+    return Pieces{last_pieces + from * parts * kStateVectors, parts * kStateVectors,
+                  b - from + (b < teams ? 1 : 0),
+                  plan.warp_pieces +
+                      (static_cast<int64_t>(blockIdx.x) * kDecodeWarps + b * parts) * kStateVectors,
+                  b - from};
+  };
+  const auto part_of = [&](Pieces pieces, int part) {
+    pieces.first += part * kStateVectors;
+    pieces.other += part * kStateVectors;
+    return pieces;
+  };
+
+  const bool back_is_cut = shared.share[teams - 1].cut_at_end;
+  const bool one_item = back_is_cut && teams_before(teams) == 0;  // longer than the block
+  const bool front_ends = (begins & 1) != 0 && !one_item;
+  const int front_run = __ffs(runs) - 1;  // if the front ends here
+  if (front_ends) runs &= runs - 1;
+#pragma unroll 1
+  for (int which = kFront; which <= kBack; ++which) {
+    if (which == kFront ? !front_ends && !one_item : !back_is_cut || one_item) continue;
+    const Pieces pieces = pieces_of(which == kFront && front_ends ? front_run : teams);
+#pragma unroll 1
+    for (int i = warp; i < parts * kColumns; i += kDecodeWarps) {
+      const int part = i / kColumns;
+      const int column = i % kColumns;
+      const JoinedColumn joined = join_column<kDim, kBlocks>(part_of(pieces, part), column, lane);
+      float4* const to = block_piece(blockIdx.x, which) + part * kStateVectors + lane;
+      to[column * kWarpLanes] = joined.out;
+      if (column % State::kTiles == 0) {
+        to[(kColumns + column / State::kTiles) * kWarpLanes] = {joined.top[0], joined.top[1],
+                                                                joined.sum[0], joined.sum[1]};
+      }
+    }
+  }
+  if (back_is_cut || front_ends) __syncthreads();
+  if (back_is_cut && threadIdx.x == 0) {
+    raise_flag(plan, plan.flags + int64_t{blockIdx.x} * 2 + (one_item ? kFront : kBack));
+  }
+
+  for (int task = 0; runs != 0; runs &= runs - 1) {
+    const int b = __ffs(runs) - 1;
+#pragma unroll 1
+    for (int part = 0; part < parts; ++part, ++task) {
+      if (task % kDecodeWarps != warp) continue;
+      const Pieces pieces = part_of(pieces_of(b), part);
+      State state;
+      state.clear();
+#pragma unroll 1
+      for (int k = 0; k < pieces.count; ++k) state.merge(pieces[k], lane);
+      write_rows(p, plan, rows_of(shared.share[b].first, part), lane, state);
+    }
+  }
+
+  if (!front_ends) return;
+  const int from = shared.front_block;
+  const int count = static_cast<int>(blockIdx.x) - from + 1;
+  if (warp == 0) {
+    // The first block has the item as its last.
+    wait_for_flags(plan, plan.flags + int64_t{from} * 2 + kBack, 1, 1, lane);
+    wait_for_flags(plan, plan.flags + int64_t{from + 1} * 2 + kFront, 2, count - 2, lane);
+  }
+  __syncthreads();
+  const Pieces pieces{block_piece(from, kFront), 2 * parts * kStateVectors, count,
+                      block_piece(from, kBack), 0};
+#pragma unroll 1
+  for (int i = warp; i < parts * kColumns; i += kDecodeWarps) {
+    const int part = i / kColumns;
+    const int column = i % kColumns;
+    write_column<kDim, kBlocks>(
+        p, plan, rows_of(shared.share[0].first, part), column,
+        join_column<kDim, kBlocks>(part_of(pieces, part), column, lane), lane);
+  }
+}
+
+}  // namespace kvarn::cuda

@@ -1,0 +1,214 @@
+// The kernel of decode_attention.
+//
+// Roofline. Records are read once: 13.8 KB for k4v2, D = G = 128, in 800 clocks of an SM at the
+// memory bandwidth of an H200, in which its four schedulers issue 3200 instructions: three for each
+// of the 1024 codes of a lane. attention_records.cuh has the arithmetic that needs only about one.
+//
+// A *team* of warps works through its share of all units (decode_plan.cuh), tile after tile; with
+// more query rows than one warp holds, the warps of a team share the bytes and divide the rows.
+// A ring of whole records in shared memory stands before each team; its first warp keeps it full
+// (decode_feeder.cuh). Staged tiles are read straight from global memory
+// (attention_staged.cuh). Items that lie in several shares are put together in the same launch
+// (decode_join.cuh); partial results are in the original basis.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/decode_feeder.cuh"
+#include "cuda/decode_join.cuh"
+#include "cuda/decode_tile.cuh"
+
+namespace kvarn::cuda {
+
+#if __CUDA_ARCH__ >= 900
+inline constexpr bool kIsSm90 = true;
+#else
+inline constexpr bool kIsSm90 = false;
+#endif
+
+/// Asks for lines of an array that will be read when more is known: a line a thread of the grid but
+/// for first warps, and by each block the first one, so that its SM has the address translated.
+__device__ __forceinline__ void ask_for(const void* data, int64_t bytes) {
+  constexpr int kLine = 128;
+  constexpr int64_t kMost = 512 << 10;
+  const unsigned thread = threadIdx.x - kWarpLanes;
+  const int64_t at = (int64_t{blockIdx.x} * (blockDim.x - kWarpLanes) + thread) * kLine;
+  const char* const start = static_cast<const char*>(data);
+  if (at < min(bytes, kMost)) asm volatile("prefetch.global.L2 [%0];" ::"l"(start + at));
+  if (thread == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(start));
+}
+
+/// The work cannot be known before the lengths are; their latency hides that of the rest.
+__device__ __forceinline__ void ask_for_inputs(const DecodeParams& p) {
+  // Of two-dimensional arrays, from the first element to the last.
+  const auto elements = [](int64_t rows, int64_t row_stride, int64_t cols, int64_t col_stride) {
+    return (rows - 1) * row_stride + (cols - 1) * col_stride + 1;
+  };
+  ask_for(p.q, 2 * (elements(p.tokens, p.q_stride[0], p.q_heads, p.q_stride[1]) +
+                    p.kv.format.head_dim - 1));
+  const IndexMatrix& table = p.kv.block_table;
+  ask_for(table.data, (table.is_int64 ? 8 : 4) * elements(p.kv.seqs, table.row_stride,
+                                                          p.kv.table_width, table.col_stride));
+  const IndexArray& slot = p.kv.block_slot;
+  if (slot) {
+    ask_for(slot.data,
+            (slot.is_int64 ? 8 : 4) * elements(1, 0, p.kv.cache.blocks, slot.stride));
+  }
+}
+
+/// Reads a line of the parameters a warp: they come from memory, and each first use of a line would
+/// wait for it alone.
+template <class Params>
+__device__ __forceinline__ void touch(const Params& params) {
+  constexpr int kLine = 64;
+  constexpr int kWords = kLine / static_cast<int>(sizeof(int));
+  constexpr int kLines = static_cast<int>(sizeof(Params)) / kLine;
+  const int line = static_cast<int>(threadIdx.x) / kWarpLanes;
+  if (line < kLines) asm volatile("" ::"r"(reinterpret_cast<const int*>(&params)[line * kWords]));
+}
+
+template <class F, int kBlocks>
+__global__ void __launch_bounds__(kDecodeThreads, 1)
+    decode_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ DecodePlan plan) {
+  constexpr int kDim = F::kDim_;
+  constexpr int kStateVectors = device::SoftmaxState<kDim, kBlocks>::kVectors * kWarpLanes;
+  extern __shared__ __align__(128) uint8_t rings[];
+  __shared__ DecodeShared shared;
+  const int lane = threadIdx.x % kWarpLanes;
+  const int stage_bytes = F::layout(plan).bytes;
+  touch(p);
+  touch(plan);
+
+  if (threadIdx.x < kWarpLanes) {
+    for (int i = lane; i < plan.teams * plan.stages; i += kWarpLanes) {
+      device::barrier_init(&shared.told[i], 1);
+      device::barrier_init(&shared.full[i], device::RingCopy::kArrivals);
+      device::barrier_init(&shared.empty[i], plan.row_parts);
+    }
+    device::barrier_init_fence();
+  } else {
+    ask_for_inputs(p);
+  }
+  const int chunk = static_cast<int>((p.kv.seqs + kDecodeThreads - 1) / kDecodeThreads);
+  divide(p, plan, chunk, shared.scan, shared.division);
+  const unsigned first_share = blockIdx.x * static_cast<unsigned>(shared.division.teams);
+  const int teams = uniform(
+      max(min(static_cast<int>(shared.division.shares - first_share), shared.division.teams), 0));
+  const int team = own_warp() >> (plan.rows_shift - device::kBlockRowsShift);
+  const int part = own_warp() & (plan.row_parts - 1);
+  TileWorker<F, kBlocks> worker{p, plan, lane};
+  worker.query_rotated = true;
+  if (team < teams) {
+    uint8_t* const ring = rings + team * plan.stages * stage_bytes;
+    Feeder feeder(p, plan, shared, ring, stage_bytes, team, lane);
+    StagePiece& piece = shared.current[own_warp()];
+    const auto rows_of = [&](const StagePiece& of) {
+      return RowPlace(p, plan, of.seq, of.head, of.row_block, part, kBlocks * device::kBlockRows);
+    };
+    // The query is asked for as early as it can be: behind the records that are under way it would
+    // wait long.
+    QueryWords<kDim, kBlocks> words;
+    bool has_words = F::kQueryAhead;
+    {
+      Cursor cursor;
+      cursor.start(p, plan, shared.division, shared.scan, chunk,
+                   first_share + static_cast<unsigned>(team));
+      if (F::kQueryAhead) {
+        words.load(p, plan,
+                   RowPlace(p, plan, cursor.seq, cursor.head, cursor.row_block, part,
+                            kBlocks * device::kBlockRows),
+                   lane);
+      }
+      if (part == 0) feeder.start(cursor);
+    }
+    int used = 0;
+    int stage = 0;
+    unsigned parity = 0;
+#pragma unroll 1
+    for (;;) {
+      const int at = team * plan.stages + stage;
+      if (part == 0) feeder.fill(used);
+      device::barrier_wait(&shared.told[at], parity);
+      const int flags = uniform(shared.tile[at].flags);
+      if (flags & kEnd) break;
+      const int tile = shared.tile[at].tile;
+      const int slot = shared.tile[at].slot;
+      const bool is_record = uniform(slot) < 0;
+      const auto place = [&] { return rows_of(piece); };
+      if (flags & kFirstTile) {
+        __syncwarp();
+        if (lane == 0) piece = shared.piece[at];
+        __syncwarp();
+        open_item(p, plan, place(), worker.rows);
+        worker.state.clear();
+        worker.rotated = is_record;
+      }
+      if ((flags & kFirstTile) || worker.query_rotated != is_record) {
+        if (!has_words) words.load(p, plan, place(), lane);
+        has_words = false;
+        worker.take_query(words, is_record, 0);
+      }
+      if (F::kQueryAhead && (flags & kLastTile)) {
+        const bool wraps = stage + 1 == plan.stages;
+        const int next = wraps ? at - stage : at + 1;
+        if (uniform(device::barrier_passed(&shared.told[next], wraps ? parity ^ 1 : parity)) &&
+            (uniform(shared.tile[next].flags) & kEnd) == 0) {
+          words.load(p, plan, rows_of(shared.piece[next]), lane);
+          has_words = true;
+        }
+      }
+      device::barrier_wait(&shared.full[at], parity);
+      const int first_token = tile << plan.group_shift;
+      // Other warps of the team may see of it what this one does not.
+      const bool seen = first_token < worker.rows.seen.any.end &&
+                        first_token + F::format(p).group > worker.rows.seen.any.begin;
+      if (seen && !(flags & kNoTile)) {
+        if (is_record) {
+          worker.record(place, ring + stage * stage_bytes, first_token);
+        } else if (p.kv.staging.dtype == DType::kFloat16) {
+          worker.template staged<false>(place(), slot, first_token);
+        } else {
+          worker.template staged<true>(place(), slot, first_token);
+        }
+      }
+      __syncwarp();
+      if (plan.row_parts > 1 && lane == 0) device::barrier_arrive(&shared.empty[at]);
+      ++used;
+      if (++stage == plan.stages) {
+        stage = 0;
+        parity ^= 1;
+      }
+
+      if (!(flags & kLastTile)) continue;
+      worker.set_basis(false);
+      constexpr int kWhole = kBeginsItem | kEndsItem;
+      if ((flags & kWhole) == kWhole) {
+        write_rows(p, plan, place(), lane, worker.state);
+      } else if (plan.split_tiles > 0) {
+        const int64_t first = int64_t{piece.first_unit} * plan.row_parts + part;
+        float4* const units = plan.pieces + first * kStateVectors;
+        const int64_t stride = int64_t{plan.row_parts} * kStateVectors;
+        worker.state.store(units + piece.unit * stride, lane);
+        join_units<kDim, kBlocks>(p, plan, place(), first, piece.unit, piece.units, units, stride,
+                                  lane);
+      } else if (!(flags & kBeginsItem) && (flags & kEndsItem)) {
+        worker.state.store(
+            plan.warp_pieces +
+                (static_cast<int64_t>(blockIdx.x) * kDecodeWarps + own_warp()) * kStateVectors,
+            lane);
+      }
+    }
+  }
+  if (plan.split_tiles > 0 || teams == 0) return;
+  __syncthreads();  // the rings are free
+  auto* const last_pieces = reinterpret_cast<float4*>(rings);
+  if (team < teams && shared.share[team].cut_at_end) {
+    worker.state.store(last_pieces + own_warp() * kStateVectors, lane);
+  }
+  __syncthreads();
+  join_shares<kDim, kBlocks>(p, plan, shared, teams, last_pieces, lane);
+}
+
+}  // namespace kvarn::cuda

@@ -1,0 +1,298 @@
+// The work of decode_attention and its division, computed on the device from the lengths.
+//
+// An *item* is a block of query rows of one sequence and KV head, with the tiles they see; a *unit*
+// the least of it that is computed on its own: a tile or, with split_tokens, a split. All units of
+// all items (sequence, head, row block, unit: the last runs fastest) are cut into equal *shares*,
+// one for each team of warps. Most items of a large batch lie inside a share; a share has at most
+// two others, the one it begins in and the one it ends in:
+//
+//   shares   |------ 0 ------|------ 1 ------|------ 2 ------|
+//   items    |a  |b     |c                           |d      |
+//
+// So every block scans the lengths, finds its shares, and needs nothing from any other.
+#pragma once
+
+#include <cstdint>
+
+#include "device/softmax.cuh"
+#include "kvarn/ops.h"
+
+namespace kvarn::cuda {
+
+inline constexpr int kDecodeWarps = 8;
+inline constexpr int kDecodeThreads = kDecodeWarps * kWarpLanes;
+inline constexpr int kMaxSplits = 128;  ///< of an item: longer sequences have longer splits
+inline constexpr int kDecodeStaticBytes = 10240;  ///< room for DecodeShared
+inline constexpr int kMaxStages = 32;             ///< of all rings of a block
+
+/// A number that is the same in all lanes, told to the compiler: it branches on it without
+/// provisions for lanes that part.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(device::kAllLanes, x, 0); }
+
+/// The number of the warp in its block; found anew where it is wanted, so that it is in no register
+/// between.
+__device__ __forceinline__ int own_warp() {
+  unsigned thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return uniform(static_cast<int>(thread / kWarpLanes));
+}
+
+/// What the host adds to the params.
+struct DecodePlan {
+  int heads_per_kv;
+  int row_parts;   ///< warps of a team; each has its own rows of the item
+  int rows_shift;  ///< log2 of the rows of a row block
+  int group_shift;
+  int teams;   ///< of a block
+  int stages;  ///< of a team's ring
+  int stage_bytes;
+  uint64_t inverse_shares;  ///< see Division
+  int window;       ///< window_left; -1: none
+  int split_tiles;  ///< 0: units are tiles
+  bool records_aligned;
+  bool staging_aligned;
+  bool q_aligned;
+  bool out_aligned;
+  RecordLayout layout;
+  uint64_t launch;      ///< a number that no flag has by chance
+  uint64_t* flags;      ///< of pieces: [grid][2]; with splits: [units][row_parts]
+  float4* pieces;       ///< of blocks: [grid][2][row_parts]; with splits: [units][row_parts]
+  float4* warp_pieces;  ///< [grid][warps]
+};
+
+/// The units of a sequence.
+struct SequenceWork {
+  int length;
+  int queries;
+  int first_tile;  ///< that any query sees
+  int end_tile;
+  int unit_tiles;
+  int units;  ///< of an item: at least one, or its output would not be written
+  int row_blocks;
+
+  __device__ __forceinline__ int64_t items(int kv_heads) const {
+    return static_cast<int64_t>(row_blocks) * kv_heads;
+  }
+};
+
+__device__ __forceinline__ int query_begin(const DecodeParams& p, int64_t seq) {
+  return static_cast<int>(p.cu_query_lens.data != nullptr ? p.cu_query_lens[seq] : seq);
+}
+
+__device__ __forceinline__ SequenceWork sequence_work(const DecodeParams& p, const DecodePlan& plan,
+                                                      int64_t seq) {
+  SequenceWork w;
+  const int64_t length = p.kv.seq_lens[seq];
+  w.length = static_cast<int>(length < 0 ? 0 : length > p.max_seq_len ? p.max_seq_len : length);
+  w.queries = query_begin(p, seq + 1) - query_begin(p, seq);
+  const int oldest = max(w.length - w.queries, 0);
+  const int begin = plan.window < 0 ? 0 : max(oldest - plan.window, 0);
+  const int group = 1 << plan.group_shift;
+  w.first_tile = w.length > 0 ? begin >> plan.group_shift : 0;
+  w.end_tile = (w.length + group - 1) >> plan.group_shift;
+  w.unit_tiles = 1;
+  w.units = w.end_tile - w.first_tile;
+  if (plan.split_tiles > 0) {
+    const int splits = (w.end_tile + plan.split_tiles - 1) / plan.split_tiles;
+    w.unit_tiles = plan.split_tiles * max((splits + kMaxSplits - 1) / kMaxSplits, 1);
+    w.units = (w.end_tile + w.unit_tiles - 1) / w.unit_tiles - w.first_tile / w.unit_tiles;
+  }
+  w.units = max(w.units, 1);
+  const int rows = 1 << plan.rows_shift;
+  w.row_blocks = (w.queries * plan.heads_per_kv + rows - 1) >> plan.rows_shift;
+  return w;
+}
+
+/// Tokens begin .. end - 1 that a query token sees; 0, 0: none.
+struct Visible {
+  int begin;
+  int end;
+};
+
+__device__ __forceinline__ Visible visible(const DecodeParams& p, const DecodePlan& plan,
+                                           int length, int queries, int query) {
+  const int position = length - queries + query;
+  Visible v;
+  v.end = p.causal ? max(position + 1, 0) : length;
+  v.begin = plan.window < 0 ? 0 : max(position - plan.window, 0);
+  if (v.begin >= v.end) v = {0, 0};
+  return v;
+}
+
+/// What all query tokens first .. last see, and (a bound of) what any of them sees.
+struct VisibleRange {
+  Visible all;
+  Visible any;
+};
+
+__device__ __forceinline__ VisibleRange visible_range(const DecodeParams& p, const DecodePlan& plan,
+                                                      int length, int queries, int first,
+                                                      int last) {
+  const Visible a = visible(p, plan, length, queries, first);
+  const Visible b = visible(p, plan, length, queries, last);
+  return {{b.begin, a.end}, {a.begin, b.end}};
+}
+
+/// The units of the whole batch and their division.
+struct Division {
+  int64_t units;
+  unsigned shares;
+  int teams;         ///< of a block that have a share (those of the last one with shares may be fewer)
+  uint64_t inverse;  ///< 2^64 / shares, rounded up; 0: a share is a unit
+
+  /// units * share / shares.
+  __device__ __forceinline__ int64_t share_begin(unsigned share) const {
+    return inverse == 0 ? share : static_cast<int64_t>(__umul64hi(units * share, inverse));
+  }
+  /// The block with a unit.
+  __device__ __forceinline__ int block_of(int64_t unit) const {
+    auto share = static_cast<unsigned>(__fdividef(static_cast<float>(unit), static_cast<float>(units)) *
+                                       static_cast<float>(shares));
+    share = min(share, shares - 1);
+    while (share_begin(share) > unit) --share;
+    while (share + 1 < shares && share_begin(share + 1) <= unit) ++share;
+    return static_cast<int>(share / static_cast<unsigned>(teams));
+  }
+};
+
+/// Units of the sequences before those of each thread.
+struct SequenceScan {
+  int64_t before[kDecodeThreads];
+  int64_t warp_total[kDecodeWarps];
+};
+
+__device__ __forceinline__ int64_t inclusive_scan(int64_t x, int lane) {
+#pragma unroll
+  for (int distance = 1; distance < kWarpLanes; distance *= 2) {
+    const int64_t other = __shfl_up_sync(device::kAllLanes, x, distance);
+    if (lane >= distance) x += other;
+  }
+  return x;
+}
+
+/// All threads of a block; sequences [i * chunk, (i + 1) * chunk) are thread i's.
+__device__ __forceinline__ void divide(const DecodeParams& p, const DecodePlan& plan, int chunk,
+                                       SequenceScan& scan, Division& division) {
+  const int warp = threadIdx.x / kWarpLanes;
+  const int lane = threadIdx.x % kWarpLanes;
+  const int64_t first = static_cast<int64_t>(threadIdx.x) * chunk;
+  const int64_t end = min(first + chunk, p.kv.seqs);
+  int64_t mine = 0;
+  for (int64_t seq = first; seq < end; ++seq) {
+    const SequenceWork w = sequence_work(p, plan, seq);
+    mine += w.items(p.kv.kv_heads) * w.units;
+  }
+  const int64_t upto = inclusive_scan(mine, lane);
+  if (lane == kWarpLanes - 1) scan.warp_total[warp] = upto;
+  __syncthreads();
+  int64_t before = upto - mine;
+#pragma unroll
+  for (int w = 0; w < kDecodeWarps; ++w) {
+    if (w < warp) before += scan.warp_total[w];
+  }
+  scan.before[threadIdx.x] = before;
+  if (threadIdx.x == 0) {
+    Division d;
+    d.units = 0;
+#pragma unroll
+    for (int w = 0; w < kDecodeWarps; ++w) d.units += scan.warp_total[w];
+    d.teams = plan.teams;
+    d.shares = gridDim.x * static_cast<unsigned>(plan.teams);
+    d.inverse = plan.inverse_shares;
+    if (d.units < d.shares) {
+      // Few units: over as many blocks as possible.
+      d.shares = static_cast<unsigned>(d.units);
+      d.inverse = 0;
+      d.teams = static_cast<int>(max((d.shares + gridDim.x - 1) / gridDim.x, 1u));
+    }
+    division = d;
+  }
+  __syncthreads();
+}
+
+/// Walks through the units of a share, piece after piece: what the share has of an item or, with
+/// splits, one split.
+struct Cursor {
+  int seq;
+  int head;
+  int row_block;
+  int unit;   ///< first unit of the piece
+  int count;  ///< units of the piece
+  int left;   ///< units of the share from the piece on
+  int tile;
+  int tile_end;
+  int64_t item_start;  ///< number of the item's first unit in the whole batch
+  SequenceWork work;
+
+  __device__ __forceinline__ void start(const DecodeParams& p, const DecodePlan& plan,
+                                        const Division& d, const SequenceScan& scan, int chunk,
+                                        unsigned share) {
+    const int64_t begin = d.share_begin(share);
+    left = static_cast<int>(d.share_begin(share + 1) - begin);
+    // The last thread whose sequences begin at or before `begin`.
+    int owner = 0;
+#pragma unroll
+    for (int step = kDecodeThreads / 2; step > 0; step /= 2) {
+      if (scan.before[owner + step] <= begin) owner += step;
+    }
+    int64_t before = scan.before[owner];
+    for (seq = owner * chunk;; ++seq) {
+      work = sequence_work(p, plan, seq);
+      const int64_t units = work.items(p.kv.kv_heads) * work.units;
+      if (before + units > begin) break;
+      before += units;
+    }
+    const auto rest = static_cast<unsigned>(begin - before);
+    const unsigned item = rest / static_cast<unsigned>(work.units);
+    unit = static_cast<int>(rest % static_cast<unsigned>(work.units));
+    head = static_cast<int>(item / static_cast<unsigned>(work.row_blocks));
+    row_block = static_cast<int>(item % static_cast<unsigned>(work.row_blocks));
+    item_start = begin - unit;
+    open(p, plan);
+  }
+
+  /// To the next piece; false: that was the last.
+  __device__ __forceinline__ bool next(const DecodeParams& p, const DecodePlan& plan) {
+    left -= count;
+    if (left == 0) return false;
+    unit += count;
+    if (unit == work.units) {
+      unit = 0;
+      item_start += work.units;
+      if (++row_block == work.row_blocks) {
+        row_block = 0;
+        if (++head == p.kv.kv_heads) {
+          head = 0;
+          do {
+            work = sequence_work(p, plan, ++seq);
+          } while (work.row_blocks == 0);
+        }
+      }
+    }
+    open(p, plan);
+    return true;
+  }
+
+  __device__ __forceinline__ bool begins_item() const { return unit == 0; }
+  __device__ __forceinline__ bool ends_item() const { return unit + count == work.units; }
+
+ private:
+  __device__ __forceinline__ void open(const DecodeParams& p, const DecodePlan& plan) {
+    count = plan.split_tiles > 0 ? 1 : min(left, work.units - unit);
+    const int origin = work.first_tile / work.unit_tiles + unit;
+    tile = max(work.first_tile, origin * work.unit_tiles);
+    tile_end = min(work.end_tile, (origin + count) * work.unit_tiles);
+    if (work.row_blocks == 1) return;
+    const int rows = 1 << plan.rows_shift;
+    const int last_row = min((row_block + 1) * rows, work.queries * plan.heads_per_kv) - 1;
+    const Visible any =
+        visible_range(p, plan, work.length, work.queries, row_block * rows / plan.heads_per_kv,
+                      last_row / plan.heads_per_kv)
+            .any;
+    tile = max(tile, any.begin >> plan.group_shift);
+    tile_end = min(tile_end, (any.end + (1 << plan.group_shift) - 1) >> plan.group_shift);
+    tile_end = max(tile_end, tile);
+  }
+};
+
+}  // namespace kvarn::cuda

@@ -1,0 +1,70 @@
+// What the warps of a block tell each other.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/decode_plan.cuh"
+#include "device/ring.cuh"
+
+namespace kvarn::cuda {
+
+/// What a stage of a ring holds.
+struct alignas(16) StageTile {
+  int tile;  ///< of the sequence
+  int slot;  ///< staging slot, -1: the record is in the stage
+  int flags;
+};
+
+enum StageFlags : int {
+  kEnd = 1,        ///< nothing more
+  kFirstTile = 2,  ///< of a piece
+  kLastTile = 4,
+  kBeginsItem = 8,  ///< the piece has the first unit of its item
+  kEndsItem = 16,   ///< and the last
+  kNoTile = 32,     ///< the piece has no tiles
+};
+
+/// Whose tile it is.
+struct alignas(16) StagePiece {
+  int seq;
+  int head;
+  int row_block;
+  int unit;        ///< with splits, of the item
+  int units;       ///< of the item
+  int first_unit;  ///< with splits, number of the item's first unit in the batch
+};
+
+/// An item that a share has a part of.
+struct ItemPlace {
+  int64_t start;  ///< number of its first unit
+  int units;
+  int seq;
+  int head;
+  int row_block;
+};
+
+/// What a team has of items that others have parts of too.
+struct TeamShare {
+  ItemPlace first;
+  ItemPlace last;
+  bool cut_at_begin;  ///< `first` began in the share before
+  bool cut_at_end;    ///< `last` goes on in the share behind
+  bool middle;        ///< both, and they are the same item
+};
+
+struct DecodeShared {
+  SequenceScan scan;
+  Division division;
+  device::Barrier told[kMaxStages];   ///< tile (and piece) say what the stage will hold
+  device::Barrier full[kMaxStages];   ///< it does
+  device::Barrier empty[kMaxStages];  ///< all have read it
+  StageTile tile[kMaxStages];
+  StagePiece piece[kMaxStages];  ///< of first tiles
+  StagePiece current[kDecodeWarps];  ///< of each warp
+  Cursor cursor[kDecodeWarps];          ///< of each team
+  TeamShare share[kDecodeWarps];
+  int front_block;  ///< where the block's first item begins
+};
+static_assert(sizeof(DecodeShared) <= kDecodeStaticBytes);
+
+}  // namespace kvarn::cuda

@@ -1,0 +1,468 @@
+// Attention of a warp's rows over one tile: a record in shared memory, or staged tokens in global
+// memory.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/decode_rows.cuh"
+
+namespace kvarn::cuda {
+
+/// The first of the lane's two tokens of a tile of 16.
+__device__ __forceinline__ int token_of(int tile, int lane) {
+  using device::kHalfTiles;
+  return tile / kHalfTiles * device::kHalfTokens + lane / 4 * 8 + tile % kHalfTiles * 2;
+}
+
+/// Scores [block][j][2*i + parity] of the tokens i of tiles j -> probabilities relative to
+/// state.top, whose sum is added to the state. unit: of the scores. kPlain: no soft cap, and all
+/// rows see all tokens.
+template <bool kPlain, int kDim, int kBlocks, int kRowTiles>
+__device__ __forceinline__ void probabilities(const WarpRows<kBlocks>& rows,
+                                              const RowsVisible<kBlocks>& visible, float unit,
+                                              float soft_cap, int first_token, int lane,
+                                              float (&scores)[kBlocks][kRowTiles][4],
+                                              device::SoftmaxState<kDim, kBlocks>& state) {
+  constexpr float kGrowth = 8.f;  // of the sum's reference, so that few tiles change it
+  float scale[kBlocks][2];
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    scale[b][0] = rows.scale[b][0] * unit;
+    scale[b][1] = rows.scale[b][1] * unit;
+  }
+  if (!kPlain && soft_cap != 0.f) {
+    const float to_cap = 2.f / soft_cap;  // tanh(x) = 1 - 2 / (2^(2 x log2(e)) + 1)
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int j = 0; j < kRowTiles; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float& s = scores[b][j][i];
+          const float e = device::exp2_fast(s * scale[b][i % 2] * to_cap);
+          s = soft_cap * device::kLog2e * (1.f - __fdividef(2.f, e + 1.f));
+        }
+      }
+      scale[b][0] = scale[b][1] = 1.f;
+    }
+  }
+  if constexpr (!kPlain) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int j = 0; j < kRowTiles; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int token = first_token + token_of(j, lane) + i / 2;
+          const Visible& seen = visible.row[b][i % 2];
+          if (token < seen.begin || token >= seen.end)
+            scores[b][j][i] = device::negative_infinity();
+        }
+      }
+    }
+  }
+  float most[kBlocks][2];
+  bool grow = false;
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float m = fmaxf(scores[b][0][i], scores[b][0][2 + i]);
+#pragma unroll
+      for (int j = 1; j < kRowTiles; ++j) {
+        m = fmaxf(m, fmaxf(scores[b][j][i], scores[b][j][2 + i]));
+      }
+      most[b][i] = m * scale[b][i];
+      grow |= most[b][i] > state.top[b][i] + kGrowth;
+    }
+  }
+  if (__any_sync(device::kAllLanes, grow)) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        // Each row for itself: which rows share a warp must not show in the result.
+        const float m = device::max_over_tokens(most[b][i]);
+        if (m > state.top[b][i] + kGrowth) {
+          state.scale_row(b, i, device::exp2_fast(state.top[b][i] - m));
+          state.top[b][i] = m;
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float top = state.top[b][i];
+      const float reference = top == device::negative_infinity() ? 0.f : top;
+      float sum = 0.f;
+#pragma unroll
+      for (int j = 0; j < kRowTiles; ++j) {
+#pragma unroll
+        for (int k = 0; k < 4; k += 2) {
+          float& s = scores[b][j][k + i];
+          s = device::exp2_fast(fmaf(s, scale[b][i], -reference));
+          sum += s;
+        }
+      }
+      state.sum[b][i] += sum;
+    }
+  }
+}
+
+/// weight(j, i): of token i of tile j. What a row does not see is 0 whatever its weight.
+template <bool kPlain, bool kBFloat16, int kBlocks, int kRowTiles, class Weight>
+__device__ __forceinline__ void pack_probabilities(
+    const float (&p)[kBlocks][kRowTiles][4], const RowsVisible<kBlocks>& visible, int first_token,
+    int lane, const Weight& weight, device::ProbabilityOperand<kRowTiles, kBlocks>& to) {
+#pragma unroll
+  for (int j = 0; j < kRowTiles; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float w = weight(j, i);
+      const int token = first_token + token_of(j, lane) + i;
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        float pair[2] = {p[b][j][2 * i] * w, p[b][j][2 * i + 1] * w};
+        if constexpr (!kPlain) {
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            const Visible& seen = visible.row[b][k];
+            if (token < seen.begin || token >= seen.end) pair[k] = 0.f;
+          }
+        }
+        to.b[b][j][i] = device::transpose_8x8(device::pack_pair<kBFloat16>(pair[0], pair[1]));
+      }
+    }
+  }
+}
+
+/// A format that the compiler knows; how many tiles of 16 tokens are computed at once (kRowTiles:
+/// all of a record), how many of 16 channels are summed up at once, and whether there are registers
+/// for the next query while one is worked on.
+template <int kKeyBits, int kValueBits, int kGroup, int kDim>
+struct StaticFormat {
+  static constexpr int kDim_ = kDim;
+  static constexpr int kRowTiles = kGroup / kFragmentDim;
+  static constexpr int kSumTiles = kDim < 256 ? kDim / kFragmentDim : 8;
+  static constexpr bool kQueryAhead = kDim < 256;
+  static constexpr Format kFormat{kKeyBits, kValueBits, kGroup, kDim};
+
+  __device__ __forceinline__ static constexpr Format format(const DecodeParams&) { return kFormat; }
+  __device__ __forceinline__ static constexpr RecordLayout layout(const DecodePlan&) {
+    return record_layout(kFormat);
+  }
+};
+
+/// Calls fn with bits as a std::integral_constant.
+template <class Fn>
+__device__ __forceinline__ void with_bits(int bits, const Fn& fn) {
+  switch (bits) {
+    case 2:
+      return fn(std::integral_constant<int, 2>());
+    case 3:
+      return fn(std::integral_constant<int, 3>());
+    case 4:
+      return fn(std::integral_constant<int, 4>());
+    case 8:
+      return fn(std::integral_constant<int, 8>());
+  }
+}
+
+/// Any format: half a record at once.
+template <int kDim>
+struct AnyFormat {
+  static constexpr int kDim_ = kDim;
+  static constexpr int kRowTiles = device::kHalfTiles;
+  static constexpr int kSumTiles = device::kHalfTiles;
+  static constexpr bool kQueryAhead = false;
+
+  __device__ __forceinline__ static Format format(const DecodeParams& p) { return p.kv.format; }
+  __device__ __forceinline__ static RecordLayout layout(const DecodePlan& plan) {
+    return plan.layout;
+  }
+};
+
+/// Attention over one tile by one warp.
+template <class F, int kBlocks>
+struct TileWorker {
+  static constexpr int kDim = F::kDim_;
+  static constexpr int kRowTiles = F::kRowTiles;
+  using State = device::SoftmaxState<kDim, kBlocks>;
+  using Scores = float[kBlocks][kRowTiles][4];
+  using Probabilities = device::ProbabilityOperand<kRowTiles, kBlocks>;
+
+  const DecodeParams& p;
+  const DecodePlan& plan;
+  const int lane;
+  WarpRows<kBlocks> rows;
+  device::QueryOperand<kDim, kBlocks> query;
+  State state;
+  bool query_rotated;  ///< the basis of the query: fp16; if not, of the type of the staging pool
+  bool rotated;        ///< the basis of the state
+
+  __device__ __forceinline__ void set_basis(bool to_rotated) {
+    if (rotated == to_rotated) return;
+    state.rotate(lane);
+    rotated = to_rotated;
+  }
+
+  /// Whether all rows see all of a tile and nothing bends the scores.
+  __device__ __forceinline__ bool is_plain(int first_token) const {
+    return first_token >= rows.seen.all.begin &&
+           first_token + F::format(p).group <= rows.seen.all.end && p.logits_soft_cap == 0.f;
+  }
+
+  /// 16-bit scales of the tokens of a record.
+  __device__ __forceinline__ void load_token_scales(
+      const uint8_t* at, float (&scale)[kRowTiles / device::kHalfTiles][8]) const {
+#pragma unroll
+    for (int i = 0; i < kRowTiles / device::kHalfTiles; ++i) {
+      device::unpack_half8(device::load_16(at + 2 * (i * device::kHalfTokens + lane / 4 * 8)),
+                           scale[i]);
+    }
+  }
+
+  /// Probabilities times the token scales of V; where the sums start. at: the record; token: the
+  /// first of those that are computed at once.
+  template <bool kPlain>
+  __device__ __forceinline__ void weigh(const uint8_t* at, const RowsVisible<kBlocks>& visible,
+                                        int first_token, int token, float unit, Scores& scores,
+                                        device::Normalizer& norm, Probabilities& operand,
+                                        float (&start)[kBlocks][4]) {
+    const RecordLayout layout = F::layout(plan);
+    const Format format = F::format(p);
+    constexpr int kHalves = kRowTiles / device::kHalfTiles;
+    probabilities<kPlain>(rows, visible, unit, p.logits_soft_cap, first_token + token, lane, scores,
+                          state);
+    if (token == 0) {
+      const Visible any = rows.seen.any;
+      norm = device::normalizer(device::largest_half(
+          at + layout.value_token_scale, format.group, lane, [&](int pair, uint32_t bits) {
+            if constexpr (!kPlain) {
+              // Scales of tokens that nobody sees may be anything.
+              const int t = first_token + 2 * pair;
+              if (t < any.begin || t >= any.end || !device::is_finite_half(bits)) {
+                bits &= 0xffff0000u;
+              }
+              if (t + 1 < any.begin || t + 1 >= any.end || !device::is_finite_half(bits >> 16)) {
+                bits &= 0xffffu;
+              }
+            }
+            return bits;
+          }));
+    }
+    float weight[kHalves][8];
+    load_token_scales(at + layout.value_token_scale + 2 * token, weight);
+    if constexpr (!kPlain) {
+      // A zero point that is not finite must not meet the 0 of a row that does not see it: such
+      // tokens make their rows NaN through the weight alone.
+      float zero[kHalves][8];
+      load_token_scales(at + layout.value_zero_point + 2 * token, zero);
+#pragma unroll
+      for (int i = 0; i < kHalves; ++i) {
+#pragma unroll
+        for (int k = 0; k < 8; ++k) weight[i][k] += zero[i][k] - zero[i][k];
+      }
+    }
+    const device::CodeBits code(format.value_bits);
+    const float factor[] = {norm.factor, norm.factor * code.column_factor()};
+    pack_probabilities<kPlain, false>(
+        scores, visible, first_token + token, lane,
+        [&](int j, int i) {
+          return weight[j / device::kHalfTiles][j % device::kHalfTiles * 2 + i] * factor[i];
+        },
+        operand);
+    device::start_sums<!kPlain>(at + layout.value_zero_point + 2 * token, operand,
+                                code, lane, start);
+  }
+
+  /// A record in shared memory; place(): a RowPlace.
+  template <class Place>
+  __device__ __forceinline__ void record(const Place& place, const uint8_t* at, int first_token) {
+    set_basis(true);
+    constexpr int kTokens = kRowTiles * kFragmentDim;
+    const RecordLayout layout = F::layout(plan);
+    const Format format = F::format(p);
+    const bool plain = is_plain(first_token);
+    device::ScaledQuery<kDim, kBlocks> scaled;
+    device::Normalizer norm;
+#pragma unroll 1
+    for (int token = 0; token < format.group; token += kTokens) {
+      // With D = 256, the scaled query is made anew for each half: both would not fit the
+      // registers.
+      if (kDim == 256 || token == 0) {
+        device::scale_query(query, at + layout.key_channel_scale, at + layout.key_zero_point,
+                            device::CodeBits(format.key_bits), lane, scaled);
+      }
+      Scores scores;
+      with_bits(format.key_bits, [&](auto bits) {
+        constexpr int kBits = decltype(bits)::value;
+        device::score_tiles<kBits>(at + token * (kDim * kBits / 8), scaled, lane, scores);
+      });
+      float scale[kRowTiles / device::kHalfTiles][8];
+      load_token_scales(at + layout.key_token_scale + 2 * token, scale);
+      const device::CodeBits code(format.key_bits);
+#pragma unroll
+      for (int i = 0; i < kRowTiles / device::kHalfTiles; ++i) {
+#pragma unroll
+        for (int k = 1; k < 8; k += 2) scale[i][k] *= code.row_factor(1) / code.row_factor(0);
+      }
+#pragma unroll
+      for (int j = 0; j < kRowTiles; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+          for (int b = 0; b < kBlocks; ++b) {
+            scores[b][j][i] *= scale[j / device::kHalfTiles][j % device::kHalfTiles * 2 + i / 2];
+          }
+        }
+      }
+      const float unit = scaled.inverse * code.row_factor(0);
+      Probabilities operand;
+      float start[kBlocks][4];
+      RowsVisible<kBlocks> visible;
+      if (!plain) visible = place().template rows_visible<kBlocks>(p, plan, lane);
+      if (plain) {
+        weigh<true>(at, visible, first_token, token, unit, scores, norm, operand, start);
+      } else {
+        weigh<false>(at, visible, first_token, token, unit, scores, norm, operand, start);
+      }
+      unsigned skip = 0;
+      if (!plain) {
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const Visible& seen = visible.row[b][i];
+            const int begin = first_token + token;
+            if (seen.end <= begin || seen.begin >= begin + kTokens) skip |= 1u << (2 * b + i);
+          }
+        }
+      }
+      const uint8_t* const scales = at + layout.value_channel_scale;
+      constexpr int kTiles = kDim / kFragmentDim;
+      with_bits(format.value_bits, [&](auto bits) {
+        constexpr int kBits = decltype(bits)::value;
+        constexpr device::CodeBits code(kBits);
+        const uint8_t* const codes = at + layout.value_codes + token * (kDim * kBits / 8);
+#pragma unroll
+        for (int first = 0; first < kTiles; first += F::kSumTiles) {
+          float sums[kBlocks][F::kSumTiles][4];
+          device::sum_tiles<kBits, kDim>(codes, first, operand, start, lane, sums);
+          if (plain) {
+            device::add_sums<false>(scales, norm.inverse, code, 0, first, sums, lane, state);
+          } else {
+            device::add_sums<true>(scales, norm.inverse, code, skip, first, sums, lane, state);
+          }
+        }
+      });
+    }
+  }
+
+  /// Takes the query. A power of two brings the largest element of a row to 8..16, so that its
+  /// rotation (up to sqrt(D) as large) is below 2^8. Rows of fp16 would lose bits as bf16: part 1
+  /// is the remainder.
+  __device__ __forceinline__ void take_query(const QueryWords<kDim, kBlocks>& words,
+                                             bool to_rotated, int part) {
+    query_rotated = to_rotated;
+    const bool bfloat16 = !to_rotated && p.kv.staging.dtype == DType::kBFloat16;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      float v[kDim / 4];
+      words.to_float(p.dtype, b, v);
+      float most = 0.f;
+#pragma unroll
+      for (int i = 0; i < kDim / 4; ++i) most = fmaxf(most, fabsf(v[i]));
+      most = fmaxf(most, __shfl_xor_sync(device::kAllLanes, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(device::kAllLanes, most, 2));
+      const int exponent = max(__float_as_int(most) >> 23, 64);
+      float normalizer = copysignf(__int_as_float((257 - exponent) << 23), p.sm_scale);
+      const float inverse = __int_as_float((exponent - 3) << 23);
+      const float scale = fmaxf(fabsf(p.sm_scale) * inverse * device::kLog2e,
+                                1.17549435e-38f);  // never -infinity * 0
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        rows.scale[b][i] = __shfl_sync(device::kAllLanes, scale, 4 * (2 * (lane % 4) + i));
+      }
+      if (to_rotated) {
+        device::butterfly_registers<1, kDim / 4>(v);
+        device::butterfly_lanes<1, 4>(v, lane);
+        normalizer *= device::orthonormal_scale(kDim);
+      }
+#pragma unroll
+      for (int i = 0; i < kDim / 4; ++i) {
+        v[i] *= normalizer;
+        if (part == 1) v[i] -= __bfloat162float(__float2bfloat16_rn(v[i]));
+      }
+      if (bfloat16) {
+        pack_query<true, kDim>(v, query.b[b]);
+      } else {
+        pack_query<false, kDim>(v, query.b[b]);
+      }
+    }
+  }
+
+  /// A staged tile in global memory.
+  template <bool kBFloat16>
+  __device__ __forceinline__ void staged(const RowPlace& place, int slot, int first_token) {
+    set_basis(false);
+    const Staging& pool = p.kv.staging;
+    const int group = p.kv.format.group;
+    const int64_t base = slot * pool.stride[0] + place.head * pool.stride[2];
+    const Visible any = {max(rows.seen.any.begin - first_token, 0),
+                         min(rows.seen.any.end - first_token, group)};
+    const device::StagedRows keys = {static_cast<const uint16_t*>(pool.data) + base, pool.stride[3],
+                                     any.begin, any.end, plan.staging_aligned};
+    device::StagedRows values = keys;
+    values.data += pool.stride[1];
+    const RowsVisible<kBlocks> visible = place.template rows_visible<kBlocks>(p, plan, lane);
+    uint64_t not_finite = 0;
+    // Two parts of the query, see take_query(); with D = 256 there are no registers for that.
+    const int parts = kBFloat16 && kDim < 256 && p.dtype == DType::kFloat16 ? 2 : 1;
+#pragma unroll 1
+    for (int step = 0; step < group / kFragmentDim; ++step) {
+      // Tokens first + 8r and first + 8r + 1.
+      const int half = step / device::kHalfTiles * device::kHalfTokens;
+      const int token = token_of(step, lane);
+      const int first = token - lane / 4 * 8;
+      if (step % device::kHalfTiles == 0) {
+        // Tokens that some rows see and others do not: a value that is not finite must not meet the
+        // 0 of those that do not. It makes the others NaN, and is left out.
+        const int from = min(max(any.begin, half), half + device::kHalfTokens);
+        const int to = max(min(any.end, half + device::kHalfTokens), from);
+        const int all_from = min(max(rows.seen.all.begin - first_token, from), to);
+        const int all_to = max(min(rows.seen.all.end - first_token, to), all_from);
+        values.left_out = 0;
+        not_finite = device::find_not_finite<kBFloat16, kDim>(values, half, from, all_from, lane) |
+                     device::find_not_finite<kBFloat16, kDim>(values, half, all_to, to, lane);
+        values.left_out = not_finite;
+        values.left_out_from = half;
+      }
+      float scores[kBlocks][1][4] = {};
+#pragma unroll 1
+      for (int part = 0; part < parts; ++part) {
+        if (kBFloat16 && kDim < 256 && parts > 1) {
+          QueryWords<kDim, kBlocks> words;
+          words.load(p, plan, place, lane);
+          take_query(words, false, part);
+        }
+        device::score_staged<kBFloat16>(keys, token, query, lane, scores);
+      }
+      probabilities<false>(rows, visible, 1.f, p.logits_soft_cap, first_token + first, lane, scores,
+                           state);
+      device::ProbabilityOperand<1, kBlocks> operand;
+      pack_probabilities<false, kBFloat16>(
+          scores, visible, first_token + first, lane,
+          [&](int, int i) {
+            return (not_finite >> (token + i - half) & 1) != 0 ? __int_as_float(0x7fffffff) : 1.f;
+          },
+          operand);
+      device::sum_staged<kBFloat16>(values, token, operand, lane, state);
+    }
+  }
+};
+
+}  // namespace kvarn::cuda

@@ -1,0 +1,538 @@
+"""decode_attention on CUDA: against float64 attention over the same bytes, and in graphs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cuda_helpers
+import op_calls
+import paged_cases
+import pytest
+import torch
+import torch.nn.functional as F
+from paged_cases import FORMATS, Case, attention64, expected, offsets, row_errors, visible
+from torch import Tensor
+
+from kvarn import Format, ops, reference
+
+pytestmark = pytest.mark.cuda
+
+DEVICE = "cuda"
+K4V2 = Format("kvarn_k4v2_g128", head_dim=128)
+ON_CUDA = [fmt for fmt in FORMATS if fmt.head_dim <= 256]
+RATIOS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 33, 71)
+
+
+def on_device(tree: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in tree.items()}
+
+
+def decode(
+    case: Case, q: Tensor, queries: list[int] | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    cu_query_lens = None if queries is None else offsets(queries).to(DEVICE)
+    out, lse = ops.decode_attention(
+        q.to(DEVICE), **on_device(case.paged), cu_query_lens=cu_query_lens, return_lse=True,
+        **on_device(options),
+    )  # fmt: skip
+    return out, lse
+
+
+def naive16(case: Case, q: Tensor, queries: list[int], **mask: Any) -> Tensor:
+    """16-bit attention over the keys and values, rounded to the dtype of q."""
+    parts = []
+    for rows, (key, value) in zip(q.split(queries), case.contents, strict=True):
+        if len(key) == 0 or len(rows) == 0:
+            parts.append(torch.zeros_like(rows))
+            continue
+        seen = visible(len(key), len(rows), **mask)
+        out = F.scaled_dot_product_attention(
+            rows.transpose(0, 1), key.to(q.dtype).transpose(0, 1),
+            value.to(q.dtype).transpose(0, 1), attn_mask=seen, enable_gqa=True,
+        )  # fmt: skip
+        parts.append(out.transpose(0, 1))
+    return torch.cat(parts)
+
+
+def assert_near(result: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor], eps: float) -> None:
+    """Rows within a few roundings of 16-bit queries and probabilities; the LSE likewise."""
+    out, lse = result[0].cpu(), result[1].cpu()
+    worst = row_errors(out, exact[0])
+    assert worst.max() < 4 * eps, f"row {worst.argmax()}: {worst.max():.2e}"
+    empty = exact[1].isneginf()
+    assert torch.equal(lse.isneginf(), empty)
+    difference = (lse.double() - exact[1])[~empty]
+    assert difference.numel() == 0 or difference.abs().max() < 8e-3
+
+
+def check(
+    case: Case, q_heads: int, queries: list[int] | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    tokens = len(case.lengths) if queries is None else sum(queries)
+    q = torch.randn(tokens, q_heads, case.fmt.head_dim).to(case.dtype)
+    result = decode(case, q, queries, **options)
+    options.pop("split_tokens", None)
+    exact = expected(case, q, queries, **options)
+    assert_near(result, exact, torch.finfo(case.dtype).eps)
+    return result
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("fmt", ON_CUDA, ids=lambda f: f"{f}-{f.head_dim}")
+def test_fault13_every_format(fmt: Format, dtype: torch.dtype) -> None:
+    # A record, a staged tile, and a record of which the sequence has lost the end; all else is
+    # poison.
+    case = Case(fmt, [fmt.group + 37, fmt.group], kv_heads=2, first_staged=False, dtype=dtype)
+    case.lengths[1] -= 3
+    case.seq_lens[1] -= 3
+    check(case, 6, [5, 2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", ["kvarn_k4v2_g128", "kvarn_k8v4_g64"])
+def test_twice_the_error_of_16_bit_attention(name: str, head_dim: int, dtype: torch.dtype) -> None:
+    case = Case(Format(name, head_dim=head_dim), [700, 64, 1000], kv_heads=2, dtype=dtype)
+    queries = [8, 1, 2]
+    q = torch.randn(11, 8, head_dim).to(dtype)
+    out, _ = decode(case, q, queries)
+    exact, _ = expected(case, q, queries)
+    naive = naive16(case, q, queries)
+    assert out.dtype == dtype
+    assert (out.cpu().double() - exact).norm() <= 2 * (naive.double() - exact).norm()
+
+
+@pytest.mark.parametrize("staging", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("query", [torch.float16, torch.bfloat16])
+def test_staging_and_queries_of_any_two_dtypes(query: torch.dtype, staging: torch.dtype) -> None:
+    case = Case(K4V2, [300], dtype=staging)
+    q = torch.randn(3, 2, 128).to(query)
+    eps = max(torch.finfo(query).eps, torch.finfo(staging).eps)
+    assert_near(decode(case, q, [3]), expected(case, q, [3]), eps)
+
+
+@pytest.mark.parametrize("scale", [2.0**-12, 1.0, 2.0**12])
+def test_fault02_scales_of_any_size(scale: float) -> None:
+    # Keys scaled up, queries down: the same scores.
+    key, value = torch.randn(2, 4, 128, 1, 128).unbind()
+    q = torch.randn(1, 8, 128)
+    table = torch.arange(4, dtype=torch.int32)[None]
+    lens = torch.tensor([500], dtype=torch.int32)
+    cache = ops.quantize_tiles(key * scale, value * scale, K4V2)
+    half = (q / scale).half()
+    exact, exact_lse = reference.decode_attention(half.double(), cache, table, lens, K4V2)
+    out, lse = ops.decode_attention(
+        half.to(DEVICE), cache.to(DEVICE), table.to(DEVICE), lens.to(DEVICE), K4V2, return_lse=True
+    )
+    assert row_errors(out.cpu(), exact).max() < 4e-3
+    assert (lse.cpu() - exact_lse).abs().max() < 8e-3
+
+
+def test_fault04_nothing_to_see() -> None:
+    case = Case(K4V2, [0, 2, 128, 0, 300], dtype=torch.float16)
+    q = torch.randn(11, 2, 128).half()
+    queries = [1, 4, 2, 3, 1]  # the first two of the second sequence stand before its start
+    blind = [0, 1, 2, 7, 8, 9]
+    out, lse = decode(case, q, queries)
+    assert_near((out, lse), expected(case, q, queries), 1e-3)
+    assert (out[blind] == 0).all() and lse[blind].isneginf().all()
+    sinks = torch.tensor([0.5, -math.inf])
+    out, lse = decode(case, q, queries, sinks=sinks)
+    assert_near((out, lse), expected(case, q, queries, sinks=sinks), 1e-3)
+    assert (out[blind] == 0).all() and lse[[0, 7, 8, 9]].isneginf().all()
+    torch.testing.assert_close(lse[[1, 2]].cpu(), sinks.expand(2, 2))  # only the sink
+
+
+@pytest.mark.parametrize("size", [1e4, -1e4])
+@pytest.mark.parametrize("causal", [True, False])
+def test_fault04_large_logits(size: float, causal: bool) -> None:
+    key = torch.randn(1, 128, 1, 128) * 0.1
+    key[..., 0] = torch.linspace(0.5, 1.0, 128)[None, :, None]
+    cache = ops.quantize_tiles(key, torch.randn(1, 128, 1, 128), K4V2)
+    table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([128], dtype=torch.int32)
+    q = torch.zeros(4, 2, 128, dtype=torch.float16)
+    q[..., 0] = size
+    call: dict[str, Any] = {"cu_query_lens": offsets([4]), "causal": causal, "sm_scale": 1.0}
+    args: dict[str, Any] = {
+        "cache": cache,
+        "block_table": table,
+        "seq_lens": lens,
+        "fmt": K4V2,
+        **call,
+    }
+    out, lse = ops.decode_attention(q.to(DEVICE), **on_device(args), return_lse=True)
+    _, exact_lse = reference.decode_attention(q, **args)
+    assert out.isfinite().all() and lse.isfinite().all()
+    torch.testing.assert_close(lse.cpu().double(), exact_lse, rtol=2e-3, atol=0)
+
+
+def test_fault03_nan_reaches_only_those_who_see_it() -> None:
+    fmt, group = K4V2, 128
+    length = 3 * group + 10
+    key, value = torch.randn(2, 1, length, 1, 128).unbind()
+    bad_key, bad_value = [130, 385], [140, 390]  # in a record and in the staged tile, each
+    key[0, bad_key, 0, 3] = math.nan
+    value[0, bad_value, 0, 5] = math.inf
+    cache = torch.full(fmt.cache_shape(4, 1), 0xFF, dtype=torch.uint8)
+    full = (1, 3, group, 1, 128)
+    cache[:3] = ops.quantize_tiles(key[:, : 3 * group].view(full)[0],
+                                   value[:, : 3 * group].view(full)[0], fmt)  # fmt: skip
+    staging = torch.full((1, 2, 1, group, 128), math.nan, dtype=torch.float16)
+    staging[0, 0, 0, :10], staging[0, 1, 0, :10] = key[0, 3 * group :, 0], value[0, 3 * group :, 0]
+    queries = 300  # in row blocks, the ones that see a bad token stand beside others that do not
+    q = torch.randn(queries, 3, 128, dtype=torch.float16)
+    args: dict[str, Any] = {
+        "cache": cache, "block_table": torch.arange(4, dtype=torch.int32)[None],
+        "seq_lens": torch.tensor([length], dtype=torch.int32), "fmt": fmt, "staging": staging,
+        "block_slot": torch.tensor([-1, -1, -1, 0], dtype=torch.int32),
+        "cu_query_lens": offsets([queries]),
+    }  # fmt: skip
+    for window in (-1, 3):
+        out, lse = ops.decode_attention(
+            q.to(DEVICE), **on_device(args), return_lse=True, window_left=window
+        )
+        seen = visible(length, queries, window_left=window)
+        assert torch.equal(lse.cpu().isnan().any(1), seen[:, bad_key].any(1))
+        sees_bad = seen[:, bad_key + bad_value].any(1)
+        assert torch.equal((~out.cpu().isfinite()).any(-1).any(-1), sees_bad)
+        assert 0 < sees_bad.sum() < queries
+
+
+@pytest.mark.parametrize("split", [None, 128, 384])
+def test_fault07_run_to_run_and_batch(split: int | None) -> None:
+    lengths, queries = [1500, 1, 129, 0, 700], [3, 1, 5, 2, 1]
+    case = Case(K4V2, lengths, kv_heads=2, dtype=torch.float16)
+    q = torch.randn(sum(queries), 6, 128).half()
+    options: dict[str, Any] = {"split_tokens": split, "window_left": 1300, "sinks": torch.randn(6)}
+    together = decode(case, q, queries, **options)
+    for _ in range(3):
+        again = decode(case, q, queries, **options)
+        assert torch.equal(together[0], again[0]) and torch.equal(together[1], again[1])
+    if split is None:
+        return
+    start = offsets(queries)
+    for b, n in enumerate(queries):
+        rows = slice(int(start[b]), int(start[b]) + n)
+        one = on_device(case.paged | {
+            "block_table": case.block_table[b : b + 1], "seq_lens": case.seq_lens[b : b + 1]
+        })  # fmt: skip
+        alone = ops.decode_attention(
+            q[rows].to(DEVICE), **one, cu_query_lens=offsets([n]).to(DEVICE), return_lse=True,
+            **on_device(options),
+        )  # fmt: skip
+        for x, y in zip(together, alone, strict=True):
+            assert torch.equal(x[rows], y)
+
+
+# Shapes
+
+
+@pytest.mark.parametrize("name", ["kvarn_k4v2_g128", "kvarn_k3v4_g64"])
+def test_fault08_every_length(name: str) -> None:
+    # Lengths 1..300, each with 1..16 query tokens, in one call for each number of query tokens.
+    fmt, longest = Format(name, head_dim=128), 300
+    case = Case(fmt, list(range(1, longest + 1)), dtype=torch.float16, first_staged=False)
+    for count in range(1, 17):
+        check(case, 2, [count] * longest)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_fault09_every_ratio_of_heads(ratio: int) -> None:
+    for kv_heads in (1, 3):
+        case = Case(K4V2, [200, 31, 400], kv_heads=kv_heads, dtype=torch.float16)
+        check(case, kv_heads * ratio, [2, 1, 9])
+        check(case, kv_heads * ratio)
+
+
+def test_fault10_addresses_beyond_2_to_the_31() -> None:
+    case = Case(K4V2, [420, 300], kv_heads=2, dtype=torch.float16)
+    q = torch.randn(2, 4, 128).half()
+    plain = decode(case, q)
+    paged = on_device(case.paged)
+
+    def spread(t: Tensor, stride: int) -> Tensor:
+        """A copy whose first dimension has the given stride, in elements."""
+        wide = torch.empty(stride * (len(t) - 1) + t[0].numel(), dtype=t.dtype, device=t.device)
+        copy = wide.as_strided(t.shape, (stride, *t[0].contiguous().stride()))
+        return copy.copy_(t)
+
+    blocks = len(case.cache)
+    paged["cache"] = spread(paged["cache"], 2**32 // blocks // 16 * 16 + 16)
+    paged["staging"] = spread(paged["staging"], 2**31 // len(case.staging) // 8 * 8 + 8)
+    rows = spread(q.to(DEVICE), 2**31)
+    out, lse = ops.decode_attention(
+        rows, **paged, out=spread(q.to(DEVICE), 2**31 + 8), return_lse=True
+    )
+    assert torch.equal(out, plain[0]) and torch.equal(lse, plain[1])
+
+
+def test_fault10_70000_sequences() -> None:
+    fmt = Format("kvarn_k2v2_g64", head_dim=64)
+    cache = ops.quantize_tiles(torch.randn(4, 64, 1, 64), torch.randn(4, 64, 1, 64), fmt)
+    count, period = 70_000, 8
+    index = torch.arange(count)
+    table, lens = (index % 4)[:, None], index % period * 8 + 8
+    q = torch.randn(period, 1, 64).half()[index % period]
+    out, lse = ops.decode_attention(
+        q.to(DEVICE), cache.to(DEVICE), table.to(DEVICE), lens.to(DEVICE), fmt, return_lse=True
+    )
+    exact, exact_lse = reference.decode_attention(
+        q[:period].double(), cache, table[:period], lens[:period], fmt
+    )
+    assert_near((out, lse), (exact[index % period], exact_lse[index % period]), 1e-3)
+
+
+@pytest.mark.parametrize("split", [None, 4096])
+def test_fault11_a_million_tokens(split: int | None) -> None:
+    # The table repeats four blocks, so every token counts 2^11 times.
+    cache = ops.quantize_tiles(torch.randn(4, 128, 1, 128), torch.randn(4, 128, 1, 128), K4V2)
+    length, period = 2**20, 512
+    table = torch.arange(4, dtype=torch.int32).repeat(length // period)[None]
+    q = torch.randn(1, 2, 128).half()
+    out, lse = ops.decode_attention(
+        q.to(DEVICE), cache.to(DEVICE), table.to(DEVICE), torch.tensor([length]).to(DEVICE), K4V2,
+        split_tokens=split, return_lse=True,
+    )  # fmt: skip
+    once, once_lse = reference.decode_attention(
+        q.double(), cache, table[:, :4], torch.tensor([period]), K4V2
+    )
+    assert_near((out, lse), (once, once_lse + math.log(length // period)), 1e-3)
+
+
+def test_fault12_views() -> None:
+    fmt = K4V2
+    case = Case(fmt, [300, 0, 77], kv_heads=2, dtype=torch.bfloat16)
+    tokens, q_heads, queries = 6, 4, [4, 1, 1]
+    fused = torch.randn(tokens, q_heads + 5, 128).bfloat16()
+    plain = decode(case, fused[:, 3 : 3 + q_heads], queries)
+    q = fused.to(DEVICE)[:, 3 : 3 + q_heads]
+    blocks, slots = len(case.cache), len(case.staging)
+    for start in (9, 32):  # an odd address, and an aligned one
+        size = blocks * 2 * (fmt.record_bytes + 48) + start
+        padded = torch.full((size,), 0xFF, dtype=torch.uint8, device=DEVICE)
+        cache = padded[start:].view(blocks, 2, -1)[:, :, : fmt.record_bytes]
+        cache.copy_(case.cache)
+        by_token = torch.full((slots, 128, 2, 2, 128), math.nan).bfloat16().to(DEVICE)
+        staging = by_token.permute(0, 3, 2, 1, 4)  # [slots, 2, heads, G, D]
+        staging.copy_(case.staging)
+        table = case.block_table.to(DEVICE).t().contiguous().t().long()  # transposed, int64
+        lens = torch.stack([case.seq_lens, case.seq_lens], 1).to(DEVICE)[:, 1]  # stride 2
+        fused_out = torch.full((tokens, 2, q_heads, 128), 7.0, device=DEVICE).bfloat16()
+        lse_out = torch.full((q_heads, tokens), 7.0, device=DEVICE).t()
+        out, lse = ops.decode_attention(
+            q, cache, table, lens, fmt, staging=staging,
+            block_slot=case.block_slot.to(DEVICE).long(),
+            cu_query_lens=offsets(queries).to(DEVICE).long(), out=(fused_out[:, 1], lse_out),
+            return_lse=True,
+        )  # fmt: skip
+        assert torch.equal(out, plain[0]) and torch.equal(lse, plain[1])
+        assert (fused_out[:, 0] == 7).all()
+
+
+@pytest.mark.parametrize("chunk", [1, 64, 127, 128, 129, 512])
+def test_fault17_chunked_prefill(chunk: int) -> None:
+    # The chunk's own tokens by plain attention, what is in the cache by gather and plain attention,
+    # both merged; and all of it by decode_attention.
+    case = Case(K4V2, [560], staged=(0, 1), dtype=torch.float16)
+    q = torch.randn(560, 2, 128).half()
+    exact, exact_lse = expected(case, q, [560])
+    key, value = case.contents[0]
+    paged = on_device(case.paged)
+    starts = range(0, 560, chunk) if chunk > 1 else range(540, 560)
+    for start in starts:
+        rows = q[start : start + chunk]
+        end = start + len(rows)
+        own = attention64(rows, key[start:end], value[start:end], visible(len(rows), len(rows)))
+        past = ops.gather_kv(
+            **paged | {"seq_lens": torch.tensor([start], device=DEVICE)},
+            cu_seq_lens=torch.tensor([0, start], device=DEVICE), total_tokens=start,
+        )  # fmt: skip
+        everything = torch.ones(len(rows), start, dtype=torch.bool)
+        before = attention64(rows, past[0].cpu(), past[1].cpu(), everything)
+        parts = [t.to(DEVICE) for t in (own[0].half(), own[1].float())]
+        parts += [t.to(DEVICE) for t in (before[0].half(), before[1].float())]
+        merged = ops.merge_states(*parts)
+        whole = ops.decode_attention(
+            rows.to(DEVICE), **paged | {"seq_lens": torch.tensor([end], device=DEVICE)},
+            cu_query_lens=offsets([len(rows)]).to(DEVICE), return_lse=True,
+        )  # fmt: skip
+        for result in (merged, whole):
+            assert_near(result, (exact[start:end], exact_lse[start:end]), 1e-3)
+
+
+# Options
+
+
+@pytest.fixture(scope="module")
+def several() -> Case:
+    return Case(K4V2, [700, 3, 0, 260, 129], kv_heads=2, staged=(1,), dtype=torch.float16)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [-1, 0, 1, 100, 128, 200, 1000])
+def test_window(several: Case, causal: bool, window: int) -> None:
+    check(several, 2, [40, 3, 1, 2, 1], causal=causal, window_left=window)
+
+
+@pytest.mark.parametrize("cap", [0.0, 0.5, 30.0])
+@pytest.mark.parametrize("window", [-1, 150])
+@pytest.mark.parametrize("sinks", [None, torch.float32, torch.float16])
+@pytest.mark.parametrize("split", [None, 128])
+def test_options_together(
+    several: Case, cap: float, window: int, sinks: torch.dtype | None, split: int | None
+) -> None:
+    options: dict[str, Any] = {"logits_soft_cap": cap, "window_left": window, "sm_scale": 0.2}
+    if sinks is not None:
+        options["sinks"] = torch.randn(6).to(sinks)
+    if split is not None:
+        options["split_tokens"] = split
+    check(several, 6, [20, 3, 1, 2, 1], **options)
+
+
+def test_fault26_every_option_acts() -> None:
+    case = Case(K4V2, [400], dtype=torch.float16)
+    q = torch.randn(4, 2, 128).half()
+    plain = decode(case, q, [4])
+    for option in (
+        {"causal": False},
+        {"sm_scale": 0.2},
+        {"logits_soft_cap": 1.0},
+        {"window_left": 50},
+        {"sinks": torch.full((2,), 5.0)},
+    ):
+        out, lse = decode(case, q, [4], **option)
+        assert (out - plain[0]).abs().max() > 1e-3, option
+        assert (lse - plain[1]).abs().max() > 1e-3, option
+
+
+def test_fault20_two_formats_and_streams() -> None:
+    cases = [
+        Case(Format(name, head_dim=dim), [300, 65], kv_heads=2, dtype=torch.float16)
+        for name, dim in (("kvarn_k4v2_g128", 128), ("kvarn_k8v3_g64", 64))
+    ]
+    queries = [torch.randn(2, 4, case.fmt.head_dim).half() for case in cases]
+    alone = [decode(case, q)[0] for case, q in zip(cases, queries, strict=True)]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    for _ in range(3):
+        results = []
+        for case, q, stream in zip(cases, queries, streams, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(decode(case, q)[0])
+        torch.cuda.synchronize()
+        for result, before in zip(results, alone, strict=True):
+            assert torch.equal(result, before)
+
+
+# Execution
+
+
+@pytest.mark.parametrize("op", ["decode_attention", "gather_kv", "merge_states"])
+def test_opcheck(op: str) -> None:
+    arguments = cuda_helpers.on_device(op_calls.raw(op))
+    if "workspace" in arguments:
+        arguments["workspace"] = None  # opcheck would compare what is left in it
+    overload = getattr(torch.ops.kvarn, op).default
+    results = torch.library.opcheck(overload, tuple(arguments.values()))
+    assert set(results.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("split", [None, 256])
+def test_fault21_graph_equals_eager(split: int | None) -> None:
+    # Captured for four rows; replayed with other lengths, blocks and queries, and with fewer live
+    # rows, whose table entries are then out of range.
+    case = Case(K4V2, [900, 300, 129, 1], kv_heads=2, dtype=torch.float16, staged=(1,))
+    other = Case(K4V2, [128, 1000, 5, 640], kv_heads=2, dtype=torch.float16, seed=1)
+    q = torch.randn(4, 16, 128).half().to(DEVICE)
+    width = max(case.block_table.shape[1], other.block_table.shape[1])
+    blocks = max(len(case.cache), len(other.cache))
+    slots = max(len(case.staging), len(other.staging))
+    cache = torch.zeros(blocks, *case.cache.shape[1:], dtype=torch.uint8, device=DEVICE)
+    staging = torch.zeros(slots, *case.staging.shape[1:], dtype=torch.float16, device=DEVICE)
+    block_slot = torch.full((blocks,), -1, dtype=torch.int32, device=DEVICE)
+    table = torch.zeros(4, width, dtype=torch.int32, device=DEVICE)
+    lens = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+
+    def load(new: Case) -> None:
+        cache[: len(new.cache)] = new.cache.to(DEVICE)
+        staging[: len(new.staging)] = new.staging.to(DEVICE)
+        block_slot.fill_(-1)
+        block_slot[: len(new.block_slot)] = new.block_slot.to(DEVICE)
+        table.fill_(paged_cases.POISON_BLOCK)
+        table[:, : new.block_table.shape[1]] = new.block_table.to(DEVICE)
+        lens.copy_(new.seq_lens)
+
+    def call() -> tuple[Tensor, Tensor]:
+        return ops.decode_attention(
+            q, cache, table, lens, K4V2, staging=staging, block_slot=block_slot,
+            split_tokens=split, return_lse=True,
+        )  # fmt: skip
+
+    load(case)
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for step in range(4):
+        load(case if step % 2 else other)
+        q.copy_(torch.randn(4, 16, 128))
+        if step >= 2:
+            lens[2:] = 0
+            table[2:] = paged_cases.POISON_BLOCK
+        graph.replay()
+        replayed = [t.clone() for t in captured]
+        for x, y in zip(replayed, call(), strict=True):
+            assert torch.equal(x, y)
+        if step >= 2:
+            assert (replayed[0][2:] == 0).all() and replayed[1][2:].isneginf().all()
+
+
+@pytest.mark.parametrize("split", [None, 128, 512])
+def test_fault23_workspace_is_enough_and_exact(split: int | None) -> None:
+    case = Case(K4V2, [1000, 500], kv_heads=2, dtype=torch.float16)
+    q = torch.randn(40, 8, 128).half()
+    exact = expected(case, q, [39, 1])
+    width = case.block_table.shape[1] * 128
+    needed = ops.decode_workspace_bytes(
+        K4V2, num_seqs=2, num_q_heads=8, num_kv_heads=2, num_tokens=40, max_seq_len=width,
+        split_tokens=split, device=DEVICE,
+    )  # fmt: skip
+    assert needed > 0
+    memory = torch.full((needed + 256,), 171, dtype=torch.uint8, device=DEVICE)
+    for _ in range(2):  # the second call finds what the first left
+        result = decode(case, q, [39, 1], workspace=memory[:needed], split_tokens=split)
+        assert_near(result, exact, 1e-3)
+        assert (memory[needed:] == 171).all()
+    with pytest.raises(RuntimeError, match=f"of at least {needed} bytes"):
+        decode(case, q, [39, 1], workspace=memory[: needed - 1], split_tokens=split)
+
+
+@pytest.mark.parametrize("split", [None, 1024])
+def test_fault25_workspace_does_not_grow_with_context(split: int | None) -> None:
+    sizes = [
+        ops.decode_workspace_bytes(
+            K4V2, num_seqs=8, num_q_heads=16, num_kv_heads=2, max_seq_len=length,
+            split_tokens=split, device=DEVICE,
+        )
+        for length in (2**17, 2**20, 2**21)
+    ]  # fmt: skip
+    assert sizes[0] == sizes[1] == sizes[2]
+
+
+def test_fault19_checked_mode_names_the_offender(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVARN_CHECKED", "1")
+    case = Case(K4V2, [300, 64], dtype=torch.float16)
+    q = torch.randn(2, 2, 128).half()
+    decode(case, q)
+    case.block_table[0, 1] = 10**6
+    with pytest.raises(RuntimeError, match=r"block_table must be block numbers below .* at \[0, 1"):
+        decode(case, q)
+    case.block_table[0, 1] = case.block_table[0, 0]
+    case.seq_lens[1] = -2
+    with pytest.raises(RuntimeError, match="seq_lens must be from 0 to .* got -2 at index 1"):
+        decode(case, q)
