@@ -512,6 +512,40 @@ def test_fault23_workspace_is_enough_and_exact(split: int | None) -> None:
         decode(case, q, [39, 1], workspace=memory[: needed - 1], split_tokens=split)
 
 
+@pytest.mark.parametrize("split", [None, 128])
+def test_fault23_one_workspace_for_graphs_and_calls_of_any_shape(split: int | None) -> None:
+    # What other launches, or anyone else, left in the workspace must not be taken for parts of the
+    # own result.
+    cases = [Case(K4V2, lengths, kv_heads=2, dtype=torch.float16, seed=i) for i, lengths in
+             enumerate(([3000], [1, 700, 2000], [128] * 40, [5000, 1]))]  # fmt: skip
+    queries = [torch.randn(len(c.lengths), 8, 128).half() for c in cases]
+    alone = [decode(c, q, split_tokens=split)[0] for c, q in zip(cases, queries, strict=True)]
+    memory = torch.empty(16 << 20, dtype=torch.uint8, device=DEVICE)
+    on_gpu = [
+        on_device({"q": q, **c.paged, "workspace": memory, "split_tokens": split})
+        for c, q in zip(cases, queries, strict=True)
+    ]
+    graphs = []
+    for arguments in on_gpu:
+        ops.decode_attention(**arguments)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            graphs.append((graph, ops.decode_attention(**arguments)))
+    generator = torch.Generator().manual_seed(0)
+    for step in range(60):
+        i = int(torch.randint(len(cases), (), generator=generator))
+        if step % 7 == 3:
+            memory.fill_(0xFF)
+        elif step % 7 == 5:
+            memory.random_()
+        if step % 2:
+            graphs[i][0].replay()
+            assert torch.equal(graphs[i][1], alone[i])
+        else:
+            assert torch.equal(ops.decode_attention(**on_gpu[i]), alone[i])
+
+
 @pytest.mark.parametrize("split", [None, 1024])
 def test_fault25_workspace_does_not_grow_with_context(split: int | None) -> None:
     sizes = [

@@ -7,6 +7,7 @@
 #include <random>
 #include <string>
 
+#include "cuda/decode_formats.h"
 #include "cuda/decode_plan.cuh"
 #include "cuda/format.h"
 #include "cuda/launch.h"
@@ -14,7 +15,7 @@
 
 namespace kvarn::cuda {
 
-template <int kKeyBits, int kValueBits, int kGroup, int kDim>
+template <int kKeyBits, int kValueBits, int kGroup, int kDim, bool kIsUsual>
 struct StaticFormat;
 template <int kDim>
 struct AnyFormat;
@@ -257,8 +258,16 @@ Status decode_attention(const DecodeParams& p) {
   plan.inverse_shares = UINT64_MAX / static_cast<uint64_t>(grid * plan.teams) + 1;
   const int ring_bytes = plan.teams * plan.stages * plan.stage_bytes;
   const int shared_bytes = std::max(ring_bytes, static_cast<int>(kDecodeWarps * state_bytes(f)));
+  if (is_usual(p, plan)) {
+#define KVARN_LAUNCH(k, v, g, d)                                                       \
+  if (f == Format{k, v, g, d}) {                                                       \
+    return launch_decode<StaticFormat<k, v, g, d, true>>(p, plan, grid, shared_bytes); \
+  }
+    KVARN_DECODE_FORMATS(KVARN_LAUNCH)
+#undef KVARN_LAUNCH
+  }
   if (f == Format{4, 2, 128, 128}) {
-    return launch_decode<StaticFormat<4, 2, 128, 128>>(p, plan, grid, shared_bytes);
+    return launch_decode<StaticFormat<4, 2, 128, 128, false>>(p, plan, grid, shared_bytes);
   }
   switch (f.head_dim) {
     case 64:

@@ -39,11 +39,10 @@ __device__ __forceinline__ float4 load_piece(const float4* at) {
   return v;
 }
 
-/// Adds up one column, eight states at a time.
-template <int kDim, int kBlocks>
+/// Adds up one column; the loads of kAtOnce states are under way together.
+template <int kAtOnce, int kDim, int kBlocks>
 __device__ __forceinline__ JoinedColumn join_column(const Pieces& pieces, int column, int lane) {
   using State = device::SoftmaxState<kDim, kBlocks>;
-  constexpr int kAtOnce = 8;
   const int row_column = kBlocks * State::kTiles + column / State::kTiles;
   const float none = device::negative_infinity();
   JoinedColumn to{{0.f, 0.f, 0.f, 0.f}, {none, none}, {0.f, 0.f}};
@@ -154,16 +153,16 @@ __device__ __forceinline__ void join_units(const DecodeParams& p, const DecodePl
   for (int column = 0; column < kBlocks * State::kTiles; ++column) {
     write_column<kDim, kBlocks>(
         p, plan, place, column,
-        join_column<kDim, kBlocks>({first, stride, units, nullptr, -1}, column, lane), lane);
+        join_column<8, kDim, kBlocks>({first, stride, units, nullptr, -1}, column, lane), lane);
   }
 }
 
 /// Without: all that the teams of a block, and the blocks, have of the same items. last_pieces: of
 /// the block's warps, in shared memory.
 ///
-/// Border b is that before team b. A run of borders that cut the same item makes one piece of it. If
-/// the item begins and ends in this block that is all of it, and a warp writes it. If not, all warps
-/// together make the piece, for the block where the item ends, which adds up all of them.
+/// Border b is that before team b. A run of borders that cut the same item makes one piece of it.
+/// If the item begins and ends in this block that is all of it, and a warp writes it. If not, all
+/// warps together make the piece, for the block where the item ends, which adds up all of them.
 template <int kDim, int kBlocks>
 __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodePlan& plan,
                                             DecodeShared& shared, int teams,
@@ -171,6 +170,7 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
   using State = device::SoftmaxState<kDim, kBlocks>;
   constexpr int kStateVectors = State::kVectors * kWarpLanes;
   constexpr int kColumns = kBlocks * State::kTiles;
+  constexpr int kAtOnce = kDim < 256 ? 18 : 8;  // 8 KV heads on 132 multiprocessors: 18 pieces
   constexpr int kFront = 0;  // pieces of a block that others add up or add to: of its first item,
   constexpr int kBack = 1;   // and of its last, if that begins here
   const int warp = own_warp();
@@ -222,7 +222,8 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
     for (int i = warp; i < parts * kColumns; i += kDecodeWarps) {
       const int part = i / kColumns;
       const int column = i % kColumns;
-      const JoinedColumn joined = join_column<kDim, kBlocks>(part_of(pieces, part), column, lane);
+      const JoinedColumn joined =
+          join_column<kAtOnce, kDim, kBlocks>(part_of(pieces, part), column, lane);
       float4* const to = block_piece(blockIdx.x, which) + part * kStateVectors + lane;
       to[column * kWarpLanes] = joined.out;
       if (column % State::kTiles == 0) {
@@ -267,7 +268,7 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
     const int column = i % kColumns;
     write_column<kDim, kBlocks>(
         p, plan, rows_of(shared.share[0].first, part), column,
-        join_column<kDim, kBlocks>(part_of(pieces, part), column, lane), lane);
+        join_column<kAtOnce, kDim, kBlocks>(part_of(pieces, part), column, lane), lane);
   }
 }
 

@@ -22,22 +22,15 @@
 
 namespace kvarn::cuda {
 
-#if __CUDA_ARCH__ >= 900
-inline constexpr bool kIsSm90 = true;
-#else
-inline constexpr bool kIsSm90 = false;
-#endif
-
-/// Asks for lines of an array that will be read when more is known: a line a thread of the grid but
-/// for first warps, and by each block the first one, so that its SM has the address translated.
+/// Asks for lines of an array that will be read when more is known: a line a thread of the grid,
+/// and by each block the first one, so that its SM has the address translated.
 __device__ __forceinline__ void ask_for(const void* data, int64_t bytes) {
   constexpr int kLine = 128;
   constexpr int64_t kMost = 512 << 10;
-  const unsigned thread = threadIdx.x - kWarpLanes;
-  const int64_t at = (int64_t{blockIdx.x} * (blockDim.x - kWarpLanes) + thread) * kLine;
+  const int64_t at = (int64_t{blockIdx.x} * kDecodeThreads + threadIdx.x) * kLine;
   const char* const start = static_cast<const char*>(data);
   if (at < min(bytes, kMost)) asm volatile("prefetch.global.L2 [%0];" ::"l"(start + at));
-  if (thread == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(start));
+  if (threadIdx.x == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(start));
 }
 
 /// The work cannot be known before the lengths are; their latency hides that of the rest.
@@ -53,8 +46,7 @@ __device__ __forceinline__ void ask_for_inputs(const DecodeParams& p) {
                                                           p.kv.table_width, table.col_stride));
   const IndexArray& slot = p.kv.block_slot;
   if (slot) {
-    ask_for(slot.data,
-            (slot.is_int64 ? 8 : 4) * elements(1, 0, p.kv.cache.blocks, slot.stride));
+    ask_for(slot.data, (slot.is_int64 ? 8 : 4) * elements(1, 0, p.kv.cache.blocks, slot.stride));
   }
 }
 
@@ -71,33 +63,37 @@ __device__ __forceinline__ void touch(const Params& params) {
 
 template <class F, int kBlocks>
 __global__ void __launch_bounds__(kDecodeThreads, 1)
-    decode_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ DecodePlan plan) {
+    decode_kernel(const __grid_constant__ DecodeParams params,
+                  const __grid_constant__ DecodePlan any_plan) {
   constexpr int kDim = F::kDim_;
   constexpr int kStateVectors = device::SoftmaxState<kDim, kBlocks>::kVectors * kWarpLanes;
   extern __shared__ __align__(128) uint8_t rings[];
   __shared__ DecodeShared shared;
   const int lane = threadIdx.x % kWarpLanes;
+  touch(params);
+  touch(any_plan);
+  const DecodeParams p = F::kUsual ? usual(params) : params;
+  const DecodePlan plan = F::kUsual ? usual(any_plan) : any_plan;
   const int stage_bytes = F::layout(plan).bytes;
-  touch(p);
-  touch(plan);
 
-  if (threadIdx.x < kWarpLanes) {
-    for (int i = lane; i < plan.teams * plan.stages; i += kWarpLanes) {
-      device::barrier_init(&shared.told[i], 1);
+  const int team = own_warp() >> (plan.rows_shift - device::kBlockRowsShift);
+  const int part = own_warp() & (plan.row_parts - 1);
+  if (part == 0 && lane == 0 && team < plan.teams) {
+    for (int i = team * plan.stages; i < (team + 1) * plan.stages; ++i) {
       device::barrier_init(&shared.full[i], device::RingCopy::kArrivals);
-      device::barrier_init(&shared.empty[i], plan.row_parts);
+      if (plan.row_parts > 1) {
+        device::barrier_init(&shared.told[i], 1);
+        device::barrier_init(&shared.empty[i], plan.row_parts);
+      }
     }
     device::barrier_init_fence();
-  } else {
-    ask_for_inputs(p);
   }
+  ask_for_inputs(p);
   const int chunk = static_cast<int>((p.kv.seqs + kDecodeThreads - 1) / kDecodeThreads);
   divide(p, plan, chunk, shared.scan, shared.division);
   const unsigned first_share = blockIdx.x * static_cast<unsigned>(shared.division.teams);
   const int teams = uniform(
       max(min(static_cast<int>(shared.division.shares - first_share), shared.division.teams), 0));
-  const int team = own_warp() >> (plan.rows_shift - device::kBlockRowsShift);
-  const int part = own_warp() & (plan.row_parts - 1);
   TileWorker<F, kBlocks> worker{p, plan, lane};
   worker.query_rotated = true;
   if (team < teams) {
@@ -123,68 +119,90 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       }
       if (part == 0) feeder.start(cursor);
     }
-    int used = 0;
+    int used = 0;  // tiles
+    int like = 0;  // tiles to come that are like the one before
     int stage = 0;
     unsigned parity = 0;
 #pragma unroll 1
     for (;;) {
       const int at = team * plan.stages + stage;
-      if (part == 0) feeder.fill(used);
-      device::barrier_wait(&shared.told[at], parity);
-      const int flags = uniform(shared.tile[at].flags);
-      if (flags & kEnd) break;
-      const int tile = shared.tile[at].tile;
-      const int slot = shared.tile[at].slot;
-      const bool is_record = uniform(slot) < 0;
+      StageTile tile{0, -1, 0};
       const auto place = [&] { return rows_of(piece); };
-      if (flags & kFirstTile) {
-        __syncwarp();
-        if (lane == 0) piece = shared.piece[at];
-        __syncwarp();
-        open_item(p, plan, place(), worker.rows);
-        worker.state.clear();
-        worker.rotated = is_record;
-      }
-      if ((flags & kFirstTile) || worker.query_rotated != is_record) {
-        if (!has_words) words.load(p, plan, place(), lane);
-        has_words = false;
-        worker.take_query(words, is_record, 0);
-      }
-      if (F::kQueryAhead && (flags & kLastTile)) {
-        const bool wraps = stage + 1 == plan.stages;
-        const int next = wraps ? at - stage : at + 1;
-        if (uniform(device::barrier_passed(&shared.told[next], wraps ? parity ^ 1 : parity)) &&
-            (uniform(shared.tile[next].flags) & kEnd) == 0) {
-          words.load(p, plan, rows_of(shared.piece[next]), lane);
-          has_words = true;
+      const bool is_like = like > 0;
+      if (is_like) {
+        --like;
+      } else {
+        if (plan.row_parts > 1) {
+          if (part == 0) feeder.fill(used);
+          device::barrier_wait(&shared.told[at], parity);
         }
+        __syncwarp();
+        tile = shared.tile[at];
+        tile.flags = uniform(tile.flags);
+        tile.slot = uniform(tile.slot);
+        const bool is_record = tile.slot < 0;
+        if (tile.flags & kFirstTile) {
+          if (lane == 0) piece = shared.piece[at];
+          __syncwarp();
+          open_item(p, plan, place(), worker.rows);
+          worker.state.clear();
+          worker.rotated = is_record;
+        }
+        if ((tile.flags & kFirstTile) || worker.query_rotated != is_record) {
+          if (!has_words) words.load(p, plan, place(), lane);
+          has_words = false;
+          worker.take_query(words, is_record, 0);
+        }
+        if (F::kQueryAhead && (tile.flags & (kLastTile | kEnd)) == kLastTile) {
+          const bool wraps = stage + 1 == plan.stages;
+          const int next = wraps ? at - stage : at + 1;
+          const bool told =
+              plan.row_parts == 1 ||
+              uniform(device::barrier_passed(&shared.told[next], wraps ? parity ^ 1 : parity));
+          if (told) {
+            words.load(p, plan, rows_of(shared.piece[next]), lane);
+            has_words = true;
+          }
+        }
+        if (threadIdx.x == 0 && used == 0) {
+          shared.front_block = shared.division.block_of(shared.share[0].first.start);
+        }
+        if (p.logits_soft_cap == 0.f && is_record) {
+          like = uniform(feeder.like_tiles(tile.tile, worker.rows.seen.all));
+        }
+      }
+      const int first_token = tile.tile << plan.group_shift;
+      bool seen = is_like;
+      bool all_see = is_like;
+      if (!is_like) {
+        // Other warps of the team may see of it what this one does not.
+        seen = !(tile.flags & kNoTile) && worker.sees(first_token);
+        all_see = worker.all_see(first_token);
       }
       device::barrier_wait(&shared.full[at], parity);
-      const int first_token = tile << plan.group_shift;
-      // Other warps of the team may see of it what this one does not.
-      const bool seen = first_token < worker.rows.seen.any.end &&
-                        first_token + F::format(p).group > worker.rows.seen.any.begin;
-      if (seen && !(flags & kNoTile)) {
-        if (is_record) {
-          worker.record(place, ring + stage * stage_bytes, first_token);
-        } else if (p.kv.staging.dtype == DType::kFloat16) {
-          worker.template staged<false>(place(), slot, first_token);
-        } else {
-          worker.template staged<true>(place(), slot, first_token);
-        }
+      if (seen && tile.slot < 0) {
+        worker.record(place, ring + stage * stage_bytes, first_token, all_see);
+      } else if (seen && p.kv.staging.dtype == DType::kFloat16) {
+        worker.template staged<false>(place(), tile.slot, first_token);
+      } else if (seen) {
+        worker.template staged<true>(place(), tile.slot, first_token);
       }
       __syncwarp();
-      if (plan.row_parts > 1 && lane == 0) device::barrier_arrive(&shared.empty[at]);
       ++used;
+      if (plan.row_parts == 1) {
+        feeder.refill();
+      } else if (lane == 0) {
+        device::barrier_arrive(&shared.empty[at]);
+      }
       if (++stage == plan.stages) {
         stage = 0;
         parity ^= 1;
       }
 
-      if (!(flags & kLastTile)) continue;
+      if (!(tile.flags & kLastTile)) continue;
       worker.set_basis(false);
       constexpr int kWhole = kBeginsItem | kEndsItem;
-      if ((flags & kWhole) == kWhole) {
+      if ((tile.flags & kWhole) == kWhole) {
         write_rows(p, plan, place(), lane, worker.state);
       } else if (plan.split_tiles > 0) {
         const int64_t first = int64_t{piece.first_unit} * plan.row_parts + part;
@@ -193,12 +211,13 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
         worker.state.store(units + piece.unit * stride, lane);
         join_units<kDim, kBlocks>(p, plan, place(), first, piece.unit, piece.units, units, stride,
                                   lane);
-      } else if (!(flags & kBeginsItem) && (flags & kEndsItem)) {
+      } else if (!(tile.flags & kBeginsItem) && (tile.flags & kEndsItem)) {
         worker.state.store(
             plan.warp_pieces +
                 (static_cast<int64_t>(blockIdx.x) * kDecodeWarps + own_warp()) * kStateVectors,
             lane);
       }
+      if (tile.flags & kEnd) break;
     }
   }
   if (plan.split_tiles > 0 || teams == 0) return;

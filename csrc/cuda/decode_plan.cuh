@@ -47,8 +47,8 @@ struct DecodePlan {
   int stages;  ///< of a team's ring
   int stage_bytes;
   uint64_t inverse_shares;  ///< see Division
-  int window;       ///< window_left; -1: none
-  int split_tiles;  ///< 0: units are tiles
+  int window;               ///< window_left; -1: none
+  int split_tiles;          ///< 0: units are tiles
   bool records_aligned;
   bool staging_aligned;
   bool q_aligned;
@@ -59,6 +59,38 @@ struct DecodePlan {
   float4* pieces;       ///< of blocks: [grid][2][row_parts]; with splits: [units][row_parts]
   float4* warp_pieces;  ///< [grid][warps]
 };
+
+/// The case of most decode steps: one query token a sequence for at most 8 heads a KV head, 32-bit
+/// indices side by side, all aligned, nothing that bends or hides scores.
+inline bool is_usual(const DecodeParams& p, const DecodePlan& plan) {
+  const auto plain = [](const IndexArray& a) { return !a.is_int64 && a.stride == 1; };
+  return !p.cu_query_lens && p.causal && p.logits_soft_cap == 0.f && p.sinks == nullptr &&
+         plan.window < 0 && plan.split_tiles == 0 && plan.row_parts == 1 && plain(p.kv.seq_lens) &&
+         plain(p.kv.block_slot) && !p.kv.block_table.is_int64 && p.kv.block_table.col_stride == 1 &&
+         plan.records_aligned && plan.staging_aligned && plan.q_aligned && plan.out_aligned &&
+         (p.kv.staging.data == nullptr || p.kv.staging.dtype == p.dtype);
+}
+
+/// The same as constants, so that what does not occur costs no instructions.
+__device__ __forceinline__ DecodeParams usual(DecodeParams p) {
+  p.cu_query_lens = {};
+  p.causal = true;
+  p.logits_soft_cap = 0.f;
+  p.sinks = nullptr;
+  p.kv.seq_lens.is_int64 = p.kv.block_slot.is_int64 = p.kv.block_table.is_int64 = false;
+  p.kv.seq_lens.stride = p.kv.block_slot.stride = p.kv.block_table.col_stride = 1;
+  p.kv.staging.dtype = p.dtype;
+  return p;
+}
+
+__device__ __forceinline__ DecodePlan usual(DecodePlan plan) {
+  plan.row_parts = 1;
+  plan.rows_shift = device::kBlockRowsShift;
+  plan.window = -1;
+  plan.split_tiles = 0;
+  plan.records_aligned = plan.staging_aligned = plan.q_aligned = plan.out_aligned = true;
+  return plan;
+}
 
 /// The units of a sequence.
 struct SequenceWork {
@@ -137,7 +169,7 @@ __device__ __forceinline__ VisibleRange visible_range(const DecodeParams& p, con
 struct Division {
   int64_t units;
   unsigned shares;
-  int teams;         ///< of a block that have a share (those of the last one with shares may be fewer)
+  int teams;  ///< of a block that have a share (those of the last one with shares may be fewer)
   uint64_t inverse;  ///< 2^64 / shares, rounded up; 0: a share is a unit
 
   /// units * share / shares.
@@ -146,8 +178,9 @@ struct Division {
   }
   /// The block with a unit.
   __device__ __forceinline__ int block_of(int64_t unit) const {
-    auto share = static_cast<unsigned>(__fdividef(static_cast<float>(unit), static_cast<float>(units)) *
-                                       static_cast<float>(shares));
+    auto share =
+        static_cast<unsigned>(__fdividef(static_cast<float>(unit), static_cast<float>(units)) *
+                              static_cast<float>(shares));
     share = min(share, shares - 1);
     while (share_begin(share) > unit) --share;
     while (share + 1 < shares && share_begin(share + 1) <= unit) ++share;
@@ -251,10 +284,9 @@ struct Cursor {
     open(p, plan);
   }
 
-  /// To the next piece; false: that was the last.
-  __device__ __forceinline__ bool next(const DecodeParams& p, const DecodePlan& plan) {
+  /// To the next piece; count == left: there is none.
+  __device__ __forceinline__ void next(const DecodeParams& p, const DecodePlan& plan) {
     left -= count;
-    if (left == 0) return false;
     unit += count;
     if (unit == work.units) {
       unit = 0;
@@ -270,7 +302,6 @@ struct Cursor {
       }
     }
     open(p, plan);
-    return true;
   }
 
   __device__ __forceinline__ bool begins_item() const { return unit == 0; }

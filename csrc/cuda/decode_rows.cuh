@@ -59,8 +59,8 @@ struct RowPlace {
   }
 };
 
-/// A lane's part of the query rows, as they are in memory: of row lane / 4 of each block of rows the
-/// 8 channels 32j + 8t + i.
+/// A lane's part of the query rows, as they are in memory: of row lane / 4 of each block of rows
+/// the 8 channels 32j + 8t + i.
 template <int kDim, int kBlocks>
 struct QueryWords {
   uint32_t w[kBlocks][kDim / 32][4];

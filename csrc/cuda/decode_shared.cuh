@@ -16,7 +16,7 @@ struct alignas(16) StageTile {
 };
 
 enum StageFlags : int {
-  kEnd = 1,        ///< nothing more
+  kEnd = 1,        ///< the last tile of the share
   kFirstTile = 2,  ///< of a piece
   kLastTile = 4,
   kBeginsItem = 8,  ///< the piece has the first unit of its item
@@ -59,9 +59,10 @@ struct DecodeShared {
   device::Barrier full[kMaxStages];   ///< it does
   device::Barrier empty[kMaxStages];  ///< all have read it
   StageTile tile[kMaxStages];
-  StagePiece piece[kMaxStages];  ///< of first tiles
+  StagePiece piece[kMaxStages];      ///< of first tiles
   StagePiece current[kDecodeWarps];  ///< of each warp
-  Cursor cursor[kDecodeWarps];          ///< of each team
+  Cursor cursor[kDecodeWarps];       ///< of each team, at the window to come
+  StagePiece opened[kDecodeWarps];   ///< what each team brings
   TeamShare share[kDecodeWarps];
   int front_block;  ///< where the block's first item begins
 };

@@ -139,15 +139,17 @@ __device__ __forceinline__ void pack_probabilities(
   }
 }
 
-/// A format that the compiler knows; how many tiles of 16 tokens are computed at once (kRowTiles:
-/// all of a record), how many of 16 channels are summed up at once, and whether there are registers
-/// for the next query while one is worked on.
-template <int kKeyBits, int kValueBits, int kGroup, int kDim>
+/// A format that the compiler knows, in the usual case (is_usual()) or any. Else told of it: how
+/// many tiles of 16 tokens are computed at once (kRowTiles: all of a record, unless D = 256), how
+/// many of 16 channels are summed up at once, and whether there are registers for the next query
+/// while one is worked on.
+template <int kKeyBits, int kValueBits, int kGroup, int kDim, bool kIsUsual>
 struct StaticFormat {
   static constexpr int kDim_ = kDim;
-  static constexpr int kRowTiles = kGroup / kFragmentDim;
-  static constexpr int kSumTiles = kDim < 256 ? kDim / kFragmentDim : 8;
+  static constexpr int kRowTiles = (kDim < 256 ? kGroup : device::kHalfTokens) / kFragmentDim;
+  static constexpr int kSumTiles = kDim < 256 ? kDim / kFragmentDim : device::kHalfTiles;
   static constexpr bool kQueryAhead = kDim < 256;
+  static constexpr bool kUsual = kIsUsual;
   static constexpr Format kFormat{kKeyBits, kValueBits, kGroup, kDim};
 
   __device__ __forceinline__ static constexpr Format format(const DecodeParams&) { return kFormat; }
@@ -178,6 +180,7 @@ struct AnyFormat {
   static constexpr int kRowTiles = device::kHalfTiles;
   static constexpr int kSumTiles = device::kHalfTiles;
   static constexpr bool kQueryAhead = false;
+  static constexpr bool kUsual = false;
 
   __device__ __forceinline__ static Format format(const DecodeParams& p) { return p.kv.format; }
   __device__ __forceinline__ static RecordLayout layout(const DecodePlan& plan) {
@@ -209,8 +212,14 @@ struct TileWorker {
     rotated = to_rotated;
   }
 
-  /// Whether all rows see all of a tile and nothing bends the scores.
-  __device__ __forceinline__ bool is_plain(int first_token) const {
+  /// Whether any row sees anything of a tile.
+  __device__ __forceinline__ bool sees(int first_token) const {
+    return first_token < rows.seen.any.end &&
+           first_token + F::format(p).group > rows.seen.any.begin;
+  }
+
+  /// Whether all rows see all of it, and nothing bends the scores.
+  __device__ __forceinline__ bool all_see(int first_token) const {
     return first_token >= rows.seen.all.begin &&
            first_token + F::format(p).group <= rows.seen.all.end && p.logits_soft_cap == 0.f;
   }
@@ -275,18 +284,18 @@ struct TileWorker {
           return weight[j / device::kHalfTiles][j % device::kHalfTiles * 2 + i] * factor[i];
         },
         operand);
-    device::start_sums<!kPlain>(at + layout.value_zero_point + 2 * token, operand,
-                                code, lane, start);
+    device::start_sums<!kPlain>(at + layout.value_zero_point + 2 * token, operand, code, lane,
+                                start);
   }
 
-  /// A record in shared memory; place(): a RowPlace.
+  /// A record in shared memory; place(): a RowPlace. plain: all_see().
   template <class Place>
-  __device__ __forceinline__ void record(const Place& place, const uint8_t* at, int first_token) {
+  __device__ __forceinline__ void record(const Place& place, const uint8_t* at, int first_token,
+                                         bool plain) {
     set_basis(true);
     constexpr int kTokens = kRowTiles * kFragmentDim;
     const RecordLayout layout = F::layout(plan);
     const Format format = F::format(p);
-    const bool plain = is_plain(first_token);
     device::ScaledQuery<kDim, kBlocks> scaled;
     device::Normalizer norm;
 #pragma unroll 1
@@ -325,7 +334,7 @@ struct TileWorker {
       float start[kBlocks][4];
       RowsVisible<kBlocks> visible;
       if (!plain) visible = place().template rows_visible<kBlocks>(p, plan, lane);
-      if (plain) {
+      if (__builtin_expect(plain, 1)) {
         weigh<true>(at, visible, first_token, token, unit, scores, norm, operand, start);
       } else {
         weigh<false>(at, visible, first_token, token, unit, scores, norm, operand, start);
@@ -352,7 +361,7 @@ struct TileWorker {
         for (int first = 0; first < kTiles; first += F::kSumTiles) {
           float sums[kBlocks][F::kSumTiles][4];
           device::sum_tiles<kBits, kDim>(codes, first, operand, start, lane, sums);
-          if (plain) {
+          if (__builtin_expect(plain, 1)) {
             device::add_sums<false>(scales, norm.inverse, code, 0, first, sums, lane, state);
           } else {
             device::add_sums<true>(scales, norm.inverse, code, skip, first, sums, lane, state);

@@ -5,13 +5,13 @@
 //   scores[token][row] = codes_K[token][channel] * Q'[channel][row]     Q' = Q * channel scale
 //   sums[channel][row] = codes_V[channel][token] * P'[token][row]       P' = P * token scale
 //
-// No scale and no zero point ever meets a code. A field of codes becomes a half2 by one AND: where it
-// stands it is a subnormal number, code * 2^(k - 24) at mantissa bit k. (A bias, 1024 + code by an
-// and-or, costs the same but has sums of a thousand times the result, which tensor cores truncate.)
-// Registers of a fragment that differ in k differ in the unit of their codes: rows of the matrix
-// are brought back by the scale of their token or channel, columns by Q' or P'. The zero points are
-// a row-wise constant of a tile, sum(Q' * zero) and sum(P' * zero): one chain of mma makes it, and
-// the accumulators start there.
+// No scale and no zero point ever meets a code. A field of codes becomes a half2 by one AND: where
+// it stands it is a subnormal number, code * 2^(k - 24) at mantissa bit k. (A bias, 1024 + code by
+// an and-or, costs the same but has sums of a thousand times the result, which tensor cores
+// truncate.) Registers of a fragment that differ in k differ in the unit of their codes: rows of
+// the matrix are brought back by the scale of their token or channel, columns by Q' or P'. The zero
+// points are a row-wise constant of a tile, sum(Q' * zero) and sum(P' * zero): one chain of mma
+// makes it, and the accumulators start there.
 //
 // Q' and P' are fp16. So that scales of any size neither overflow nor vanish, they are scaled by a
 // power of two that a tile's largest scale decides; it is taken off the fp32 results.
@@ -70,7 +70,10 @@ struct CodeBits {
   int column;
 
   KVARN_HD constexpr explicit CodeBits(int bits)
-      : row(bits == 2 ? 2 : bits == 4 ? 4 : 0), column(bits == 2 ? 4 : 0) {}
+      : row(bits == 2   ? 2
+            : bits == 4 ? 4
+                        : 0),
+        column(bits == 2 ? 4 : 0) {}
 
   KVARN_HD constexpr int at(int reg) const { return reg % 2 * row + reg / 2 * column; }
   /// What Q' or P' of columns 8 to 15 is multiplied by.
@@ -334,9 +337,10 @@ __device__ __forceinline__ void sum_tiles(const uint8_t* codes, int first,
 /// out += sums * channel scale. With kSkip not in the rows of `skip` (bit 2*block + parity), which
 /// see nothing of the tokens.
 template <bool kSkip, int kDim, int kBlocks, int kSumTiles>
-__device__ __forceinline__ void add_sums(const uint8_t* scales, float inverse,
-                                         const CodeBits& code, unsigned skip, int first, const float (&sums)[kBlocks][kSumTiles][4],
-                                         int lane, SoftmaxState<kDim, kBlocks>& state) {
+__device__ __forceinline__ void add_sums(const uint8_t* scales, float inverse, const CodeBits& code,
+                                         unsigned skip, int first,
+                                         const float (&sums)[kBlocks][kSumTiles][4], int lane,
+                                         SoftmaxState<kDim, kBlocks>& state) {
 #pragma unroll
   for (int c = 0; c < kSumTiles; c += 4) {
     float scale[8];

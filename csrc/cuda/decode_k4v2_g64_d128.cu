@@ -1,0 +1,4 @@
+#include "cuda/decode_launch.cuh"
+
+template kvarn::Status kvarn::cuda::launch_decode<kvarn::cuda::StaticFormat<4, 2, 64, 128, true>>(
+    const DecodeParams&, const DecodePlan&, int, int);
