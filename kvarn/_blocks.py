@@ -212,7 +212,7 @@ class BlockPool:
         recent_blocks``, the state that decoding token by token would have found. The state changes
         only where a sequence enters a block, so a step is cut there: wave w has the tokens that lie
         in the w-th block that their sequence touches, and is preceded by the seals due at that
-        point. Decode steps have one wave.
+        point: the first one by what was due before. Decode steps have one wave.
 
         A block that is entered by draft tokens only may be left again. Seals due there write the
         record (its tokens are accepted) and later waves read it, but the slot stays until `accept`.
@@ -235,7 +235,7 @@ class BlockPool:
         read_early: set[int] = set()
         num_waves = max((self._blocks_touched(request) for request in requests), default=0)
         for w in range(num_waves):
-            wave = Wave([], [], None)
+            wave = Wave([], self.take_seals() if w == 0 else [], None)
             for r, request in enumerate(requests):
                 held = self.sequences[request.seq]
                 end = held.length + request.num_tokens

@@ -17,6 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,9 @@ from torch import Tensor
 from kvarn import _backends, _host, ops
 from kvarn._blocks import BlockPool, CacheFull, Copy, HeldSequence, Request, Schedule, Seal
 from kvarn.format import FITS, Format, is_supported
+
+_ALIGN = 16  # bytes
+_TORCH_DTYPES = {np.int32: torch.int32, np.int64: torch.int64}
 
 __all__ = ["CacheFull", "PagedCache", "SequenceState", "Step", "Wave"]
 
@@ -42,7 +46,8 @@ class Wave:
         cu_query_lens: int32 [B' + 1], or None when every sequence has one token.
         max_seq_len: the greatest of seq_lens, on the host.
         block_slot: int32 [num_blocks], as it is for this wave.
-        seals: int64 (slots, blocks) to seal before the wave's tokens are appended; or None.
+        seals: int64 [2, n], slots and the blocks they are sealed into, before the wave's tokens are
+            appended; or None.
     """
 
     rows: slice | Tensor
@@ -52,7 +57,7 @@ class Wave:
     cu_query_lens: Tensor | None
     max_seq_len: int
     block_slot: Tensor
-    seals: tuple[Tensor, Tensor] | None
+    seals: Tensor | None
 
 
 @dataclass
@@ -60,7 +65,8 @@ class Step:
     """What `PagedCache.plan` returns: new tokens of some sequences, with blocks and slots assigned.
 
     Attributes:
-        num_tokens: T, the tokens of all sequences, one sequence after the other.
+        num_tokens: T, the tokens of all sequences, one sequence after the other; for a graph step
+            its rows, those of padding included.
         requests: (seq, num_tokens, draft) of each sequence.
         waves: one for a decode step; one for every block a prompt runs through.
     """
@@ -70,6 +76,8 @@ class Step:
     waves: list[Wave]
     _attended: list[bool] = field(default_factory=list)  # per layer
     _waves_sealed: list[int] = field(default_factory=list)  # per layer: whose seals are written
+    _memory: Tensor | None = None  # of a graph step: what its tensors are views of
+    _planned: bool = True  # False: a graph step whose rows are all padding still
 
 
 @dataclass(frozen=True)
@@ -239,13 +247,20 @@ class PagedCache:
 
     # A step ------------------------------------------------------------------------------------
 
-    def plan(self, requests: Sequence[tuple[int, int]], *, draft: int | Sequence[int] = 0) -> Step:
+    def plan(
+        self,
+        requests: Sequence[tuple[int, int]],
+        *,
+        draft: int | Sequence[int] = 0,
+        into: Step | None = None,
+    ) -> Step:
         """Assigns blocks and slots to new tokens.
 
         Args:
             requests: (seq, count) pairs, each sequence once: its ``count`` next tokens.
             draft: how many of a sequence's tokens, its last ones, may be rejected at `commit`; one
                 number for all or one each. Nothing of a draft ever reaches a record.
+            into: a step from `graph_step`, to be used again; every count must be 1.
 
         Returns:
             The step; one at a time, until `commit` or `abort`.
@@ -253,9 +268,13 @@ class PagedCache:
         Raises:
             CacheFull: too few free blocks or slots; nothing was changed.
             ValueError: an unknown sequence, one given twice, a negative count, draft > count, a
-                number that is no integer.
+                number that is no integer; more than ``into`` has room for.
         """
         self._require_no_step("plan")
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "kvarn.PagedCache.plan: only attend can be captured in a CUDA graph, see graph_step"
+            )
         drafts = list(draft) if isinstance(draft, Iterable) else [draft] * len(requests)
         if len(drafts) != len(requests):
             raise ValueError(
@@ -278,11 +297,72 @@ class PagedCache:
                 "kvarn.PagedCache.plan: requests must name each sequence once, "
                 f"got {[request.seq for request in wanted]}"
             )
+        if into is None:
+            self._seal_due()  # a graph step leaves its seals to the next one
+        else:
+            self._check_into(into, wanted)
         schedule = self._pool.schedule(wanted)
+        if into is not None and schedule.waves:
+            first = schedule.waves[0]
+            # A copy may go where a tile lies that is to be sealed.
+            if schedule.copies or len(first.seals) > into.num_tokens:
+                self._seal_now(first.seals)
+                first.seals = []
         self._copy(schedule.copies)
         self._tell_slots()
-        self._step = self._to_device(wanted, schedule)
-        return self._step
+        hosts = self._host_waves(wanted, schedule)
+        if into is None:
+            layers = self.num_layers
+            step = Step(
+                sum(request.num_tokens for request in wanted),
+                wanted,
+                self._waves(hosts),
+                [False] * layers,
+                [0] * layers,
+            )
+        else:
+            step = into
+            step.requests = wanted
+            self._fill(step, hosts[0] if hosts else None)
+        self._step = step
+        return step
+
+    def graph_step(self, num_seqs: int, max_seq_len: int) -> Step:
+        """A decode step whose tensors stay where they are, so that it can be captured.
+
+            step = cache.graph_step(64, 16384)
+            ...  # a warm-up, then the capture: attend with it in every layer
+            cache.plan([(seq, 1), ...], into=step)
+            graph.replay()
+            cache.commit(step)
+
+        Before the first `plan` all rows are padding: what is captured writes nothing. Each layer
+        seals what the last step has left, appends and attends. A graph is replayed exactly once
+        between `plan` and `commit`; what it left to be sealed, the next `plan` or any other method
+        finds out. `abort` is for a step that was not replayed.
+
+        Args:
+            num_seqs: rows: the most sequences of a step. Rows beyond those planned give 0.
+            max_seq_len: the most tokens of a sequence.
+
+        Returns:
+            A step for ``plan(..., into=step)``, valid until the cache grows.
+        """
+        where = "kvarn.PagedCache.graph_step: "
+        room = require_integer(f"{where}num_seqs", num_seqs, 1)
+        width = -(-require_integer(f"{where}max_seq_len", max_seq_len, 1) // self.fmt.group)
+        padding = _graph_arrays(room, width)
+        memory = _bundle(padding.values(), pin_memory=False).to(self.device)
+        tensors = dict(zip(padding, _unbundle(memory, padding.values()), strict=True))
+        wave = Wave(
+            rows=slice(0, room),
+            cu_query_lens=None,
+            max_seq_len=width * self.fmt.group,
+            block_slot=self.block_slot,
+            **tensors,
+        )
+        layers = self.num_layers
+        return Step(room, [], [wave], [True] * layers, [0] * layers, memory, False)
 
     def attend(
         self,
@@ -324,16 +404,18 @@ class PagedCache:
             ValueError: an argument of the wrong shape, dtype or device; a layer that has attended.
             RuntimeError: an earlier call failed halfway.
         """
-        self._require_step(step, "attend")
+        replayed = isinstance(step, Step) and step._memory is not None
+        if not replayed or step._planned:
+            self._require_step(step, "attend")
         layer = require_integer("kvarn.PagedCache.attend: layer", layer)
         if not 0 <= layer < self.num_layers:
             raise ValueError(
                 f"kvarn.PagedCache.attend: layer must be in [0, {self.num_layers}), got {layer}"
             )
         self._check_attend(step, q, key, value, out)
-        if step._attended[layer]:
+        if step._attended[layer] and not replayed:
             raise ValueError(f"kvarn.PagedCache.attend: layer {layer} has attended in this step")
-        if any(wave.seals for wave in step.waves[: step._waves_sealed[layer]]):
+        if any(wave.seals is not None for wave in step.waves[: step._waves_sealed[layer]]):
             raise RuntimeError(
                 f"kvarn.PagedCache.attend: layer {layer} failed halfway, the step must be aborted"
             )
@@ -341,7 +423,7 @@ class PagedCache:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for w, wave in enumerate(step.waves):
             self._seal(layer, wave.seals)
-            step._waves_sealed[layer] = w + 1
+            step._waves_sealed[layer] = 0 if replayed else w + 1
             ops.append_kv(
                 key[wave.rows],
                 value[wave.rows],
@@ -376,7 +458,7 @@ class PagedCache:
     def commit(self, step: Step, accepted: Sequence[int] | None = None) -> None:
         """Ends a step: its tokens count from now on, and tiles that are old enough are sealed.
 
-        All sequences' tiles are sealed by one launch a layer.
+        All sequences' tiles are sealed by one launch a layer; after a graph step, by the next one.
 
         Args:
             step: from `plan`, attended by every layer.
@@ -406,7 +488,10 @@ class PagedCache:
         self._step = None
         for request, count in zip(step.requests, counts, strict=True):
             self._pool.accept(request, count)
-        self._seal_due()
+        if step._memory is None:
+            self._seal_due()
+        else:
+            self._tell_slots()
 
     def abort(self, step: Step) -> None:
         """Ends a step whose forward pass failed: its sequences are freed, others are as before."""
@@ -432,8 +517,10 @@ class PagedCache:
         self._require_no_step("export_sequence")
         held = self._pool.get(seq, "export_sequence")
         slots = [int(self._pool.slot[block]) for block in held.blocks]
-        ids = self._index([b for b, slot in zip(held.blocks, slots, strict=True) if slot < 0])
-        pages_at = self._index([slot for slot in slots if slot >= 0])
+        ids, pages_at = self._upload(
+            np.array([b for b, slot in zip(held.blocks, slots, strict=True) if slot < 0], np.int64),
+            np.array([slot for slot in slots if slot >= 0], np.int64),
+        )
         records = torch.stack([layer[ids] for layer in self.cache])
         pages = torch.stack([layer[pages_at] for layer in self.staging])
         tail = held.length % self.fmt.group
@@ -487,8 +574,10 @@ class PagedCache:
 
     def _restore(self, state: SequenceState, blocks: Sequence[int]) -> None:
         slots = [int(self._pool.slot[block]) for block in blocks]
-        ids = self._index([b for b, slot in zip(blocks, slots, strict=True) if slot < 0])
-        pages_at = self._index([slot for slot in slots if slot >= 0])
+        ids, pages_at = self._upload(
+            np.array([b for b, slot in zip(blocks, slots, strict=True) if slot < 0], np.int64),
+            np.array([slot for slot in slots if slot >= 0], np.int64),
+        )
         records = state.records.to(self.device, non_blocking=True)
         pages = state.pages.to(self.device, non_blocking=True)
         for layer in range(self.num_layers):
@@ -521,13 +610,17 @@ class PagedCache:
     # Between the bookkeeping and the ops -------------------------------------------------------
 
     def _seal_due(self) -> None:
-        seals = self._seal_tensors(self._pool.due_seals())
-        for layer in range(self.num_layers):
-            self._seal(layer, seals)
+        self._seal_now(self._pool.due_seals())
         self._pool.take_seals()
         self._tell_slots()
 
-    def _seal(self, layer: int, seals: tuple[Tensor, Tensor] | None) -> None:
+    def _seal_now(self, seals: list[Seal]) -> None:
+        if seals:
+            (both,) = self._upload(_seal_array(seals))
+            for layer in range(self.num_layers):
+                self._seal(layer, both)
+
+    def _seal(self, layer: int, seals: Tensor | None) -> None:
         if seals is None:
             return
         slots, blocks = seals
@@ -545,14 +638,18 @@ class PagedCache:
         """Rows of shared or sealed blocks go to the slots where their new owners will write."""
         staged = [c for c in copies if c.src_slot >= 0]
         if staged:
-            src = self._index([c.src_slot for c in staged])
-            dst = self._index([c.dst_slot for c in staged])
+            src, dst = self._upload(
+                np.array([c.src_slot for c in staged], np.int64),
+                np.array([c.dst_slot for c in staged], np.int64),
+            )
             for pool in self.staging:
                 pool[dst] = pool[src]
         sealed = [c for c in copies if c.src_slot < 0]
         if sealed:
-            src = self._index([c.src_block for c in sealed])
-            dst = self._index([c.dst_slot for c in sealed])
+            src, dst = self._upload(
+                np.array([c.src_block for c in sealed], np.int64),
+                np.array([c.dst_slot for c in sealed], np.int64),
+            )
             for records, pool in zip(self.cache, self.staging, strict=True):
                 key, value = ops.dequantize_tiles(records[src], self.fmt, dtype=self.dtype)
                 pool[dst] = torch.stack([key, value], dim=1).transpose(2, 3)
@@ -561,63 +658,96 @@ class PagedCache:
         """Brings the device's block_slot up to date with the host's."""
         if self._pool.moved:
             moved = np.fromiter(sorted(self._pool.moved), np.int64, len(self._pool.moved))
-            self.block_slot[self._upload(moved)] = self._upload(self._pool.slot[moved])
+            at, slots = self._upload(moved, self._pool.slot[moved])
+            self.block_slot[at] = slots
             self._pool.moved.clear()
 
-    def _to_device(self, requests: list[Request], schedule: Schedule) -> Step:
-        first_row = np.cumsum([0, *(request.num_tokens for request in requests)])
+    def _host_waves(self, requests: list[Request], schedule: Schedule) -> list[dict[str, Any]]:
+        """For each wave the attributes of `Wave`, arrays in place of tensors."""
+        group = self.fmt.group
         held = [self._pool.sequences[request.seq] for request in requests]
-        waves = []
+        first_row = np.cumsum([0, *(request.num_tokens for request in requests)])
+        hosts = []
         for wave in schedule.waves:
-            table, slot_mapping, rows = [], [], []
-            for r, start, stop in wave.spans:
-                block = held[r].blocks[start // self.fmt.group]
-                tokens = np.arange(start, stop)
-                slot_mapping.append(block * self.fmt.group + tokens % self.fmt.group)
-                rows.append(first_row[r] - held[r].length + tokens)
-                table.append(_block_ids(held[r])[: -(-stop // self.fmt.group)])
-            counts = [stop - start for _, start, stop in wave.spans]
-            seq_lens = np.array([stop for _, _, stop in wave.spans], np.int32)
-            cu_query_lens = np.cumsum([0, *counts], dtype=np.int32)
-            waves.append(
-                Wave(
-                    rows=self._rows(np.concatenate(rows)),
-                    slot_mapping=self._upload(np.concatenate(slot_mapping)),
-                    block_table=self._upload(_padded(table)),
-                    seq_lens=self._upload(seq_lens),
-                    cu_query_lens=self._upload(cu_query_lens) if max(counts) > 1 else None,
-                    max_seq_len=int(seq_lens.max()),
-                    block_slot=(
-                        self.block_slot
-                        if wave.block_slot is None
-                        else self._upload(wave.block_slot)
-                    ),
-                    seals=self._seal_tensors(wave.seals),
-                )
+            request, start, stop = np.array(wave.spans, np.int64).T
+            blocks = np.array(
+                [held[r].blocks[first // group] for r, first, _ in wave.spans], np.int64
             )
-        layers = self.num_layers
-        return Step(int(first_row[-1]), requests, waves, [False] * layers, [0] * layers)
+            lengths = np.array([held[r].length for r, _, _ in wave.spans], np.int64)
+            counts = stop - start
+            cu_query_lens = np.cumsum([0, *counts], dtype=np.int32)
+            within = np.arange(cu_query_lens[-1]) - np.repeat(cu_query_lens[:-1], counts)
+            rows = np.repeat(first_row[request] + start - lengths, counts) + within
+            hosts.append(
+                {
+                    # A slice where the rows are contiguous: views instead of copies.
+                    "rows": (
+                        slice(int(rows[0]), int(rows[-1]) + 1)
+                        if rows[-1] - rows[0] == len(rows) - 1
+                        else rows
+                    ),
+                    "slot_mapping": np.repeat(blocks * group + start % group, counts) + within,
+                    "block_table": _padded(
+                        [_block_ids(held[r])[: -(-end // group)] for r, _, end in wave.spans]
+                    ),
+                    "seq_lens": stop.astype(np.int32),
+                    "cu_query_lens": cu_query_lens if counts.max() > 1 else None,
+                    "max_seq_len": int(stop.max()),
+                    "block_slot": (self.block_slot if wave.block_slot is None else wave.block_slot),
+                    "seals": _seal_array(wave.seals) if wave.seals else None,
+                }
+            )
+        return hosts
 
-    def _rows(self, rows: NDArray[np.int64]) -> slice | Tensor:
-        """A slice where the rows are contiguous: views instead of copies."""
-        first, last = int(rows[0]), int(rows[-1])
-        if last - first == len(rows) - 1:
-            return slice(first, last + 1)
-        return self._upload(rows)
+    def _waves(self, hosts: list[dict[str, Any]]) -> list[Wave]:
+        arrays = [x for host in hosts for x in host.values() if isinstance(x, np.ndarray)]
+        tensors = iter(self._upload(*arrays))
+        return [
+            Wave(**{k: next(tensors) if isinstance(x, np.ndarray) else x for k, x in host.items()})
+            for host in hosts
+        ]
 
-    def _seal_tensors(self, seals: list[Seal]) -> tuple[Tensor, Tensor] | None:
-        if not seals:
-            return None
-        return self._index([s.slot for s in seals]), self._index([s.block for s in seals])
+    def _fill(self, step: Step, host: dict[str, Any] | None) -> None:
+        """The tensors of a graph step, in place; rows beyond those planned are padding."""
+        assert step._memory is not None
+        arrays = _graph_arrays(*step.waves[0].block_table.shape)
+        if host is not None:
+            for name, padded in arrays.items():
+                if (given := host[name]) is not None:
+                    padded[tuple(map(slice, given.shape))] = given
+        pinned = _bundle(arrays.values(), pin_memory=self.device.type == "cuda")
+        step._memory.copy_(pinned, non_blocking=True)
+        step._planned = True
 
-    def _index(self, ids: Sequence[int]) -> Tensor:
-        return self._upload(np.array(ids, np.int64))
+    def _check_into(self, step: Step, requests: list[Request]) -> None:
+        where = "kvarn.PagedCache.plan: "
+        if (
+            not isinstance(step, Step)
+            or step._memory is None
+            or step.waves[0].block_slot is not self.block_slot
+        ):
+            raise ValueError(
+                f"{where}into must be a step from graph_step, made since the cache has grown last"
+            )
+        room, limit = step.num_tokens, step.waves[0].max_seq_len
+        if len(requests) > room:
+            raise ValueError(f"{where}requests must be at most {room}, got {len(requests)}")
+        for seq, count, _ in requests:
+            if count != 1:
+                raise ValueError(
+                    f"{where}count of sequence {seq} must be 1 in a graph step, got {count}"
+                )
+            length = self._pool.sequences[seq].length + 1
+            if length > limit:
+                raise ValueError(
+                    f"{where}length of sequence {seq} must be at most {limit} in this graph step, "
+                    f"got {length}"
+                )
 
-    def _upload(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+    def _upload(self, *arrays: NDArray[Any]) -> list[Tensor]:
+        """The arrays on the device, by one copy that nothing waits for."""
+        bundle = _bundle(arrays, pin_memory=self.device.type == "cuda")
+        return _unbundle(bundle.to(self.device, non_blocking=True), arrays)
 
     def _prefix(self, held: HeldSequence, length: int | None, caller: str) -> int:
         if length is None:
@@ -705,6 +835,43 @@ def _grown(pool: Tensor, size: int) -> Tensor:
 
 def _block_ids(held: HeldSequence) -> NDArray[np.int32]:
     return np.frombuffer(held.blocks, np.int32)
+
+
+def _graph_arrays(room: int, width: int) -> dict[str, NDArray[Any]]:
+    """Padding for the tensors of a graph step: no token, no length, nothing to seal."""
+    return {
+        "slot_mapping": np.full(room, -1, np.int64),
+        "seals": np.full((2, room), -1, np.int64),
+        "block_table": np.full((room, width), -1, np.int32),
+        "seq_lens": np.zeros(room, np.int32),
+    }
+
+
+def _seal_array(seals: list[Seal]) -> NDArray[np.int64]:
+    return np.array(seals, np.int64).T
+
+
+def _bundle(arrays: Iterable[NDArray[Any]], pin_memory: bool) -> Tensor:
+    """The bytes of all arrays, each from a multiple of `_ALIGN` on."""
+    arrays = list(arrays)
+    bundle = torch.empty(sum(map(_room, arrays)), dtype=torch.uint8, pin_memory=pin_memory)
+    for part, array in zip(_unbundle(bundle, arrays), arrays, strict=True):
+        part.numpy()[...] = array
+    return bundle
+
+
+def _unbundle(bundle: Tensor, arrays: Iterable[NDArray[Any]]) -> list[Tensor]:
+    """Views of a `_bundle`, with the shapes and dtypes of its arrays."""
+    tensors, at = [], 0
+    for array in arrays:
+        part = bundle[at : at + array.nbytes]
+        tensors.append(part.view(_TORCH_DTYPES[array.dtype.type]).view(array.shape))
+        at += _room(array)
+    return tensors
+
+
+def _room(array: NDArray[Any]) -> int:
+    return -(-array.nbytes // _ALIGN) * _ALIGN
 
 
 def _padded(rows: list[NDArray[np.int32]]) -> NDArray[np.int32]:

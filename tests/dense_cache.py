@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import cuda_helpers
 import torch
 from torch import Tensor
 
@@ -18,6 +20,8 @@ from kvarn import Format, ops
 from kvarn.cache import CacheFull, PagedCache, SequenceState, Step
 
 Q_HEADS_PER_KV = 3
+#: Of attention, rtol and atol. What is read back differs by no more than a tenth.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
 
 @dataclass(eq=False)
@@ -33,6 +37,42 @@ class Tile:
 class DenseSequence:
     length: int = 0
     tiles: list[Tile] = field(default_factory=list)
+
+
+class Replayed:
+    """A decode step of a cache as a CUDA graph; on the CPU it is just called again."""
+
+    def __init__(self, cache: PagedCache, room: int, max_seq_len: int, **options: Any) -> None:
+        self.step = cache.graph_step(room, max_seq_len)
+        heads, dim = cache.num_kv_heads, cache.fmt.head_dim
+        self.q, self.key, self.value = (
+            torch.full((cache.num_layers, room, n, dim), torch.nan, dtype=cache.dtype).to(
+                cache.device
+            )
+            for n in (heads * Q_HEADS_PER_KV, heads, heads)
+        )
+        self.out = torch.empty_like(self.q)
+
+        def forward() -> None:
+            tensors = zip(self.q, self.key, self.value, self.out, strict=True)
+            for layer, (q, key, value, out) in enumerate(tensors):
+                cache.attend(self.step, layer, q, key, value, out=out, **options)
+
+        if cache.device.type == "cuda":
+            self._replay, _ = cuda_helpers.captured(forward)
+        else:
+            forward()
+            self._replay = forward
+
+    def __call__(self, q: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[layers, T, heads, D] each -> [layers, T, Hq, D]. Rows of padding are NaN, and give 0."""
+        for rows, given in ((self.q, q), (self.key, key), (self.value, value)):
+            rows.fill_(torch.nan)
+            rows[:, : given.shape[1]] = given
+        self.out.fill_(torch.nan)
+        self._replay()
+        assert self.out[:, q.shape[1] :].count_nonzero() == 0
+        return self.out[:, : q.shape[1]].clone()
 
 
 class CheckedCache:
@@ -116,37 +156,51 @@ class CheckedCache:
         draft: Sequence[int] | None = None,
         accepted: Sequence[int] | None = None,
         window_left: int = -1,
+        graph: Replayed | None = None,
     ) -> Step | None:
-        """plan, attend in every layer, commit. None if the cache was too full, and unchanged."""
+        """plan, attend in every layer, commit. None if the cache was too full, and unchanged (but
+        that an eager step seals what a graph has left)."""
         draft = draft or [0] * len(requests)
         accepted = accepted or [count for _, count in requests]
         self.poison()
         before = self.state()
+        left = graph is None and self.cache._pool.due_seals()
         try:
-            step = self.cache.plan(requests, draft=draft)
+            step = self.cache.plan(requests, draft=draft, into=graph and graph.step)
         except CacheFull:
-            assert self.state() == before
+            if left:
+                self._seal_due()
+            else:
+                assert self.state() == before
             return None
+        if graph is None or requests:
+            self._seal_due()
         start = {seq: self.model[seq].length for seq, _ in requests}
         sealed = {tile for s in self.model.values() for tile in s.tiles if tile.record is not None}
         pinned = {seq: set(self._pinned_tiles(s, s.length)) for seq, s in self.model.items()}
-        kv = self._random(step.num_tokens, 2, self.cache.num_layers, self.cache.num_kv_heads)
+        num_tokens = sum(count for _, count in requests)
+        kv = self._random(num_tokens, 2, self.cache.num_layers, self.cache.num_kv_heads)
         q_heads = self.cache.num_kv_heads * Q_HEADS_PER_KV
-        q = self._random(step.num_tokens, self.cache.num_layers, q_heads)
+        q = self._random(num_tokens, self.cache.num_layers, q_heads)
         at = 0
         for seq, count in requests:
             self._append(self.model[seq], kv[at : at + count])
             at += count
         sealed = {tile for tile in sealed if tile.record is not None}  # some were written into
+        if graph is not None:
+            outs = graph(q.transpose(0, 1), *kv.permute(1, 2, 0, 3, 4))
         for layer in range(self.cache.num_layers):
-            out = self.cache.attend(
-                step,
-                layer,
-                q[:, layer],
-                kv[:, 0, layer],
-                kv[:, 1, layer],
-                window_left=window_left,
-            )
+            if graph is not None:
+                out = outs[layer]
+            else:
+                out = self.cache.attend(
+                    step,
+                    layer,
+                    q[:, layer],
+                    kv[:, 0, layer],
+                    kv[:, 1, layer],
+                    window_left=window_left,
+                )
             at = 0
             for (seq, count), tail in zip(requests, draft, strict=True):
                 for wave, first, stop in self._waves(start[seq], count):
@@ -161,7 +215,8 @@ class CheckedCache:
         self.cache.commit(step, accepted)
         for (seq, _), count in zip(requests, accepted, strict=True):
             self._truncate(self.model[seq], start[seq] + count)
-        self._seal_due()
+        if graph is None:
+            self._seal_due()
         return step
 
     # Comparing ---------------------------------------------------------------------------------
@@ -206,7 +261,7 @@ class CheckedCache:
                 [self._tokens(s.tiles, s.length, layer) for s in self.model.values()], dim=2
             )
             for got, want in zip((key, value), expected, strict=True):
-                tolerance = 1e-5 if cache.dtype == torch.float32 else 1e-2
+                tolerance = TOLERANCE[cache.dtype] / 10
                 torch.testing.assert_close(
                     got.cpu().transpose(0, 1), want, rtol=tolerance, atol=tolerance
                 )
@@ -359,7 +414,7 @@ class CheckedCache:
         if window_left >= 0:
             hidden |= distance > window_left
         expected = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value
-        tolerance = 1e-4 if q.dtype == torch.float32 else 1e-2
+        tolerance = TOLERANCE[self.cache.dtype]
         torch.testing.assert_close(
             out.cpu().double().transpose(0, 1), expected, rtol=tolerance, atol=tolerance
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dense_cache import CheckedCache
+from dense_cache import CheckedCache, Replayed
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -18,6 +18,7 @@ from kvarn import Format
 FMT = Format("kvarn_k4v2_g64", head_dim=64)
 G = FMT.group
 NUM_TOKENS = st.one_of(st.sampled_from([1, G - 1, G, G + 1, 2 * G]), st.integers(0, 2 * G + 5))
+MOST = 6  # sequences
 FRACTIONS = st.sampled_from([1.0, 0.0, 0.3, 0.5, 0.9])
 
 
@@ -31,6 +32,8 @@ def one_thread():
 
 
 class CacheMachine(RuleBasedStateMachine):
+    dtype, device = torch.float32, "cpu"
+
     @initialize(
         sink_blocks=st.sampled_from([0, 1, 0, 2]),
         recent_blocks=st.sampled_from([0, 1, 0, 2]),
@@ -46,8 +49,11 @@ class CacheMachine(RuleBasedStateMachine):
             num_kv_heads=1,
             sink_blocks=sink_blocks,
             recent_blocks=recent_blocks,
+            dtype=self.dtype,
+            device=self.device,
             seed=seed,
         )
+        self.graph = Replayed(self.checked.cache, room=MOST, max_seq_len=21 * G)
         self.exported = []
         self.checked.step([(self.checked.new(), first), (self.checked.new(), 10)])
 
@@ -55,12 +61,27 @@ class CacheMachine(RuleBasedStateMachine):
         return data.draw(st.sampled_from(sorted(self.checked.model)))
 
     def has_room(self):
-        return len(self.checked.model) < 6
+        return len(self.checked.model) < MOST
 
     @rule(count=st.sampled_from([1, 2, 16]))
     def everyone(self, count):
         """A decode step of all sequences."""
         self.checked.step([(seq, count) for seq in self.checked.model])
+
+    @rule(data=st.data(), towards_end=st.booleans(), times=st.integers(1, 6))
+    def replay(self, data, towards_end, times):
+        """Decode steps in a graph, which leaves what it fills to the next step."""
+        seqs = list(self.checked.model)
+        if towards_end:
+            tails = [-self.checked.model[seq].length % G for seq in seqs]
+            fill = [(seq, max(tail - 3, 0)) for seq, tail in zip(seqs, tails, strict=True)]
+            self.checked.step(fill)
+        for _ in range(times):
+            chosen = [seq for seq in seqs if data.draw(st.booleans())]
+            drafts = [data.draw(st.integers(0, 1)) for _ in chosen]
+            accepted = [1 - d * data.draw(st.integers(0, 1)) for d in drafts]
+            requests = [(seq, 1) for seq in chosen]
+            self.checked.step(requests, drafts, accepted, graph=self.graph)
 
     @rule(data=st.data(), count=NUM_TOKENS, other=st.sampled_from([0, 1, 70]))
     def prompt(self, data, count, other):

@@ -119,7 +119,7 @@ def run(model, ids: Tensor, cache, chunks: list[int], mask: Tensor | None = None
             ids[:, start:stop],
             attention_mask=None if mask is None else mask[:, :stop],
             position_ids=position_ids,
-            cache=cache,
+            past_key_values=cache,
         )
         logits.append(out.logits)
         start = stop
@@ -322,7 +322,7 @@ def test_fault16_reordered_rows_equal_rows_run_alone():
         beam_idx = torch.randint(0, 3, (3,), generator=generator)
         cache.reorder_cache(beam_idx)
         new = torch.randint(3, VOCAB, (3, 1), generator=generator)
-        logits = model(new, cache=cache).logits
+        logits = model(new, past_key_values=cache).logits
         rows = torch.cat([rows[beam_idx], new], 1)
     for row, expected in zip(rows, logits, strict=True):
         fresh = KVarNCache(model.config, "kvarn_k4v4_g64", **options)
@@ -340,7 +340,7 @@ def test_batch_repeat_and_select():
     new = tokens(3, 5, seed=2)
     ids, mask = torch.cat([ids[[0, 1, 1]], new], 1), torch.cat([mask[[0, 1, 1]], new > 0], 1)
     positions = (mask.cumsum(1) - 1)[:, 100:]
-    out = model(new, attention_mask=mask, position_ids=positions, cache=cache)
+    out = model(new, attention_mask=mask, position_ids=positions, past_key_values=cache)
     expected = reference(model, ids, mask.long())[:, 100:]
     torch.testing.assert_close(out.logits, expected, rtol=1e-4, atol=2e-4)
 
@@ -392,7 +392,7 @@ def test_crop_across_forward_passes():
     new = tokens(2, 20, seed=2)
     ids, mask = torch.cat([ids[:, :130], new], 1), torch.cat([mask[:, :130], new > 0], 1)
     positions = (mask.cumsum(1) - 1)[:, 130:]
-    out = model(new, attention_mask=mask, position_ids=positions, cache=cache)
+    out = model(new, attention_mask=mask, position_ids=positions, past_key_values=cache)
     expected = reference(model, ids, mask.long())[:, 130:]
     torch.testing.assert_close(out.logits, expected, rtol=1e-4, atol=2e-4)
 
@@ -442,27 +442,27 @@ def test_without_the_cache_it_is_refused():
     with refused("attention needs a cache"):
         model(ids, use_cache=False)
     with refused("attention needs a cache"):
-        model(ids, cache=DynamicCache(config=model.config))
+        model(ids, past_key_values=DynamicCache(config=model.config))
 
 
 def test_with_other_attention_it_is_refused():
     model = make_model("llama")
     model.set_attn_implementation("sdpa")
     with refused("KVarNCache needs attn_implementation='kvarn', got 'sdpa'"):
-        model(tokens(1, 5), cache=KVarNCache(model.config))
+        model(tokens(1, 5), past_key_values=KVarNCache(model.config))
 
 
 def test_gradients_and_dropout_are_refused():
     model = make_model("llama", attention_dropout=0.5)
     model.train()
     with refused("dropout must be 0, got 0.5"):
-        model(tokens(1, 5), cache=KVarNCache(model.config))
+        model(tokens(1, 5), past_key_values=KVarNCache(model.config))
     model.eval()
     model.requires_grad_(True)
     with refused("there is no backward pass"):
-        model(tokens(1, 5), cache=KVarNCache(model.config))
+        model(tokens(1, 5), past_key_values=KVarNCache(model.config))
     with torch.no_grad():
-        model(tokens(1, 5), cache=KVarNCache(model.config))
+        model(tokens(1, 5), past_key_values=KVarNCache(model.config))
 
 
 def test_fault26_masks_that_would_be_ignored_are_refused():
@@ -470,20 +470,20 @@ def test_fault26_masks_that_would_be_ignored_are_refused():
     ids = tokens(2, 6)
     cache = KVarNCache(model.config)
     with refused(r"custom attention masks are not supported, got one of \[2, 1, 6, 6\]"):
-        model(ids, attention_mask=torch.zeros(2, 1, 6, 6), cache=cache)
+        model(ids, attention_mask=torch.zeros(2, 1, 6, 6), past_key_values=cache)
     cache.reset()
     with refused("attention_mask must cover the 0 tokens seen and the 6 new ones"):
-        model(ids, attention_mask=torch.ones(2, 9), cache=cache)
+        model(ids, attention_mask=torch.ones(2, 9), past_key_values=cache)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
-    model(ids, attention_mask=mask, cache=cache)
+    model(ids, attention_mask=mask, past_key_values=cache)
     with refused("attention_mask is needed"):
-        model(ids[:, :1], cache=cache)
+        model(ids[:, :1], past_key_values=cache)
     changed = torch.cat([mask.flip(0), mask[:, -1:]], 1)
     with refused("attention_mask must show the same past tokens"):
-        model(ids[:, :1], attention_mask=changed, cache=cache)
+        model(ids[:, :1], attention_mask=changed, past_key_values=cache)
     model = make_model("mistral")
     with refused("with a sliding window, padding must be on the left"):
-        model(ids, attention_mask=mask.flip(1), cache=KVarNCache(model.config))
+        model(ids, attention_mask=mask.flip(1), past_key_values=KVarNCache(model.config))
 
 
 def test_fault26_other_arguments_of_attention_are_refused():
@@ -491,9 +491,9 @@ def test_fault26_other_arguments_of_attention_are_refused():
     ids = tokens(1, 4)
     for name in ("position_bias", "cu_seq_lens_q"):
         with refused(f"the attention argument {name} is not supported"):
-            model(ids, cache=KVarNCache(model.config), **{name: torch.zeros(1)})
+            model(ids, past_key_values=KVarNCache(model.config), **{name: torch.zeros(1)})
     with refused("(attention must be causal|masks other than causal)"):
-        model(ids, cache=KVarNCache(model.config), is_causal=False)
+        model(ids, past_key_values=KVarNCache(model.config), is_causal=False)
     with pytest.raises(ValueError, match="attn_implementation"):
         model.generate(
             ids,
@@ -507,7 +507,7 @@ def test_fault26_other_arguments_of_attention_are_refused():
 def test_bidirectional_attention_is_refused():
     model = make_model("gemma3", use_bidirectional_attention=True)
     with refused("masks other than causal and sliding window"):
-        model(tokens(1, 4), cache=KVarNCache(model.config))
+        model(tokens(1, 4), past_key_values=KVarNCache(model.config))
 
 
 @pytest.mark.parametrize(
@@ -539,17 +539,17 @@ def test_head_dimension_and_format_are_checked():
 def test_another_batch_size_is_refused():
     model = make_model("llama")
     cache = KVarNCache(model.config)
-    model(tokens(2, 4), cache=cache)
+    model(tokens(2, 4), past_key_values=cache)
     assert cache.batch_size == 2
     with refused("the cache holds 2 sequences, got a batch of 3"):
-        model(tokens(3, 4), cache=cache)
+        model(tokens(3, 4), past_key_values=cache)
 
 
 def test_crop_arguments_are_checked():
     model = make_model("llama")
     cache = KVarNCache(model.config)
     cache.crop(0)
-    model(tokens(2, 4), cache=cache)
+    model(tokens(2, 4), past_key_values=cache)
     with refused("crop takes minus the number of tokens to remove, got 2"):
         cache.crop(2)
     with refused("only 4 tokens can be removed, got 5"):
@@ -572,8 +572,8 @@ def test_a_failed_forward_pass_is_noticed_and_reset_mends_it(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(layer, "forward", fail)
         with pytest.raises(MemoryError):
-            model(ids, cache=cache)
+            model(ids, past_key_values=cache)
     with pytest.raises(RuntimeError, match=r"layers \[1\] did not attend in the last forward pass"):
-        model(ids, cache=cache)
+        model(ids, past_key_values=cache)
     cache.reset()
     torch.testing.assert_close(run(model, ids, cache, [100]), expected)

@@ -19,7 +19,7 @@ template <int kKeyBits, int kValueBits, int kGroup, int kDim, bool kIsUsual>
 struct StaticFormat;
 template <int kDim>
 struct AnyFormat;
-template <class F>
+template <class F, int kBlocks>
 Status launch_decode(const DecodeParams& p, const DecodePlan& plan, int grid, int shared_bytes);
 
 namespace {
@@ -53,27 +53,38 @@ struct Device {
   }
 };
 
-/// Warps that share the bytes of a tile: as many as the rows of a sequence of average length fill.
-int row_parts_of(const DecodeWorkspaceParams& p) {
-  const int64_t queries = p.seqs > 0 ? (p.tokens + p.seqs - 1) / p.seqs : 1;
-  const int64_t rows = queries * (p.q_heads / p.kv_heads);
-  int parts = 1;
-  while (parts < kDecodeWarps && parts * device::kBlockRows < rows) parts *= 2;
-  return parts;
-}
+/// Whether there is a kernel in which a warp has 16 rows (the registers do not hold that of all).
+bool has_two_blocks(const Format& f) { return f.head_dim == 64 || f == Format{4, 2, 128, 128}; }
 
-int64_t state_bytes(const Format& f) {
-  return int64_t{kWarpLanes} * (f.head_dim / kFragmentDim + 1) *
+/// How many query rows are worked on together, as many as a sequence of average length has: blocks
+/// of 8 of a warp, and warps that share the bytes of a tile.
+struct RowShape {
+  int blocks = 1;
+  int parts = 1;
+  int parts_shift = 0;
+
+  explicit RowShape(const DecodeWorkspaceParams& p) {
+    const int64_t queries = p.seqs > 0 ? (p.tokens + p.seqs - 1) / p.seqs : 1;
+    const int64_t count = queries * (p.q_heads / p.kv_heads);
+    if (count > device::kBlockRows && has_two_blocks(p.format)) blocks = 2;
+    for (; parts < kDecodeWarps && rows() < count; parts *= 2) ++parts_shift;
+  }
+  int rows() const { return blocks * parts * device::kBlockRows; }
+};
+
+/// Of the rows of a warp.
+int64_t state_bytes(const Format& f, const RowShape& shape) {
+  return int64_t{kWarpLanes} * shape.blocks * (f.head_dim / kFragmentDim + 1) *
          static_cast<int64_t>(sizeof(float4));
 }
 
 int64_t tiles_of(const Format& f, int64_t tokens) { return (tokens + f.group - 1) / f.group; }
 
 /// Units of the whole batch, at most.
-int64_t max_split_units(const DecodeWorkspaceParams& p, int64_t parts, int64_t units_of_item) {
-  const int64_t rows = parts * device::kBlockRows;
+int64_t max_split_units(const DecodeWorkspaceParams& p, const RowShape& shape,
+                        int64_t units_of_item) {
   const int64_t row_blocks =
-      std::min(p.seqs, p.tokens) + p.tokens * (p.q_heads / p.kv_heads) / rows;
+      std::min(p.seqs, p.tokens) + p.tokens * (p.q_heads / p.kv_heads) / shape.rows();
   return row_blocks * p.kv_heads * units_of_item;
 }
 
@@ -96,13 +107,14 @@ Workspace workspace_of(const DecodeWorkspaceParams& p, const Device& device) {
                               kMaxSplits)
           : tiles;
   if (units <= 1 || p.seqs == 0 || p.tokens == 0) return w;  // no item in several pieces
-  const int64_t parts = row_parts_of(p);
+  const RowShape shape(p);
+  const int64_t parts = shape.parts;
   const int64_t grid = device.multiprocessors;
-  const int64_t all = split_tiles > 0 ? max_split_units(p, parts, units) : grid;
+  const int64_t all = split_tiles > 0 ? max_split_units(p, shape, units) : grid;
   const int64_t flags = split_tiles > 0 ? all * parts : all * 2;
   w.flag_bytes = (flags * int64_t{sizeof(uint64_t)} + kAlignment - 1) / kAlignment * kAlignment;
-  w.piece_bytes = all * parts * state_bytes(p.format) * (split_tiles > 0 ? 1 : 2);
-  if (split_tiles == 0) w.warp_piece_bytes = grid * kDecodeWarps * state_bytes(p.format);
+  w.piece_bytes = all * parts * state_bytes(p.format, shape) * (split_tiles > 0 ? 1 : 2);
+  if (split_tiles == 0) w.warp_piece_bytes = grid * kDecodeWarps * state_bytes(p.format, shape);
   return w;
 }
 
@@ -226,10 +238,10 @@ Status decode_attention(const DecodeParams& p) {
 
   DecodePlan plan{};
   plan.heads_per_kv = p.q_heads / p.kv.kv_heads;
-  plan.row_parts = row_parts_of(sizes);
-  for (plan.rows_shift = 0; 1 << plan.rows_shift < plan.row_parts * device::kBlockRows;) {
-    ++plan.rows_shift;
-  }
+  const RowShape shape(sizes);
+  plan.row_parts = shape.parts;
+  plan.parts_shift = shape.parts_shift;
+  plan.rows_shift = shape.parts_shift + device::kBlockRowsShift + (shape.blocks - 1);
   plan.group_shift = f.group == 64 ? 6 : 7;
   plan.layout = record_layout(f);
   plan.stage_bytes = plan.layout.bytes;
@@ -257,25 +269,27 @@ Status decode_attention(const DecodeParams& p) {
   const int grid = device.multiprocessors;
   plan.inverse_shares = UINT64_MAX / static_cast<uint64_t>(grid * plan.teams) + 1;
   const int ring_bytes = plan.teams * plan.stages * plan.stage_bytes;
-  const int shared_bytes = std::max(ring_bytes, static_cast<int>(kDecodeWarps * state_bytes(f)));
-  if (is_usual(p, plan)) {
-#define KVARN_LAUNCH(k, v, g, d)                                                       \
-  if (f == Format{k, v, g, d}) {                                                       \
-    return launch_decode<StaticFormat<k, v, g, d, true>>(p, plan, grid, shared_bytes); \
-  }
+  const int shared_bytes =
+      std::max(ring_bytes, static_cast<int>(kDecodeWarps * state_bytes(f, shape)));
+  const auto go = [&](auto launch) { return launch(p, plan, grid, shared_bytes); };
+  if (shape.blocks == 1 && is_usual(p, plan)) {
+#define KVARN_LAUNCH(k, v, g, d) \
+  if (f == Format{k, v, g, d}) return go(launch_decode<StaticFormat<k, v, g, d, true>, 1>);
     KVARN_DECODE_FORMATS(KVARN_LAUNCH)
 #undef KVARN_LAUNCH
   }
+  const bool one = shape.blocks == 1;
   if (f == Format{4, 2, 128, 128}) {
-    return launch_decode<StaticFormat<4, 2, 128, 128, false>>(p, plan, grid, shared_bytes);
+    using Known = StaticFormat<4, 2, 128, 128, false>;
+    return one ? go(launch_decode<Known, 1>) : go(launch_decode<Known, 2>);
   }
   switch (f.head_dim) {
     case 64:
-      return launch_decode<AnyFormat<64>>(p, plan, grid, shared_bytes);
+      return one ? go(launch_decode<AnyFormat<64>, 1>) : go(launch_decode<AnyFormat<64>, 2>);
     case 128:
-      return launch_decode<AnyFormat<128>>(p, plan, grid, shared_bytes);
+      return go(launch_decode<AnyFormat<128>, 1>);
     default:
-      return launch_decode<AnyFormat<256>>(p, plan, grid, shared_bytes);
+      return go(launch_decode<AnyFormat<256>, 1>);
   }
 }
 

@@ -1,5 +1,4 @@
 #include "cuda/decode_launch.cuh"
 
-template kvarn::Status kvarn::cuda::launch_decode<kvarn::cuda::AnyFormat<256>>(const DecodeParams&,
-                                                                               const DecodePlan&,
-                                                                               int, int);
+template kvarn::Status kvarn::cuda::launch_decode<kvarn::cuda::AnyFormat<256>, 1>(
+    const DecodeParams&, const DecodePlan&, int, int);

@@ -134,26 +134,35 @@ __device__ __forceinline__ void wait_for_flags(const DecodePlan& plan, uint64_t*
   __syncwarp();
 }
 
-/// With splits: a warp that has the last unit of its rows adds up all, which follow each other in
-/// memory `stride` vectors apart.
+/// With splits: the warp goes through its share again and adds up, for its rows, what is kept of
+/// the items whose last unit it has. (When it made that unit, others had the units before still to
+/// do.)
 template <int kDim, int kBlocks>
 __device__ __forceinline__ void join_units(const DecodeParams& p, const DecodePlan& plan,
-                                           const RowPlace& place, int64_t first_flag, int unit,
-                                           int units, const float4* first, int64_t stride,
-                                           int lane) {
+                                           Cursor cursor, int part, int lane) {
   using State = device::SoftmaxState<kDim, kBlocks>;
-  uint64_t* const flags = plan.flags + first_flag;
-  __syncwarp();
-  if (unit < units - 1) {
-    if (lane == 0) raise_flag(plan, flags + int64_t{unit} * plan.row_parts);
-    return;
-  }
-  wait_for_flags(plan, flags, plan.row_parts, units - 1, lane);
+  constexpr int kStateVectors = State::kVectors * kWarpLanes;
+  constexpr int kAtOnce = kDim < 256 && kBlocks == 1 ? 8 : 4;
+  const int parts = plan.row_parts;
 #pragma unroll 1
-  for (int column = 0; column < kBlocks * State::kTiles; ++column) {
-    write_column<kDim, kBlocks>(
-        p, plan, place, column,
-        join_column<8, kDim, kBlocks>({first, stride, units, nullptr, -1}, column, lane), lane);
+  for (;;) {
+    if (!cursor.begins_item() && cursor.ends_item()) {
+      const int units = cursor.work.units;
+      const int64_t first = cursor.item_start * parts + part;
+      wait_for_flags(plan, plan.flags + first, parts, units - 1, lane);
+      const RowPlace place(p, plan, cursor.seq, cursor.head, cursor.row_block, part,
+                           kBlocks * device::kBlockRows);
+#pragma unroll 1
+      for (int column = 0; column < kBlocks * State::kTiles; ++column) {
+        const Pieces pieces{plan.pieces + first * kStateVectors, parts * kStateVectors, units,
+                            nullptr, -1};
+        write_column<kDim, kBlocks>(p, plan, place, column,
+                                    join_column<kAtOnce, kDim, kBlocks>(pieces, column, lane),
+                                    lane);
+      }
+    }
+    if (cursor.count == cursor.left) return;
+    cursor.next(p, plan);
   }
 }
 
@@ -170,7 +179,8 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
   using State = device::SoftmaxState<kDim, kBlocks>;
   constexpr int kStateVectors = State::kVectors * kWarpLanes;
   constexpr int kColumns = kBlocks * State::kTiles;
-  constexpr int kAtOnce = kDim < 256 ? 18 : 8;  // 8 KV heads on 132 multiprocessors: 18 pieces
+  constexpr int kAtOnce =
+      kDim < 256 && kBlocks == 1 ? 18 : 4;  // 8 KV heads on 132 multiprocessors: 18 pieces
   constexpr int kFront = 0;  // pieces of a block that others add up or add to: of its first item,
   constexpr int kBack = 1;   // and of its last, if that begins here
   const int warp = own_warp();

@@ -66,6 +66,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     decode_kernel(const __grid_constant__ DecodeParams params,
                   const __grid_constant__ DecodePlan any_plan) {
   constexpr int kDim = F::kDim_;
+  constexpr bool kQueryAhead = F::kQueryAhead && kBlocks == 1;
   constexpr int kStateVectors = device::SoftmaxState<kDim, kBlocks>::kVectors * kWarpLanes;
   extern __shared__ __align__(128) uint8_t rings[];
   __shared__ DecodeShared shared;
@@ -76,7 +77,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   const DecodePlan plan = F::kUsual ? usual(any_plan) : any_plan;
   const int stage_bytes = F::layout(plan).bytes;
 
-  const int team = own_warp() >> (plan.rows_shift - device::kBlockRowsShift);
+  const int team = own_warp() >> plan.parts_shift;
   const int part = own_warp() & (plan.row_parts - 1);
   if (part == 0 && lane == 0 && team < plan.teams) {
     for (int i = team * plan.stages; i < (team + 1) * plan.stages; ++i) {
@@ -99,19 +100,19 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   if (team < teams) {
     uint8_t* const ring = rings + team * plan.stages * stage_bytes;
     Feeder feeder(p, plan, shared, ring, stage_bytes, team, lane);
-    StagePiece& piece = shared.current[own_warp()];
+    const auto piece = [&]() -> StagePiece& { return shared.current[own_warp()]; };
     const auto rows_of = [&](const StagePiece& of) {
       return RowPlace(p, plan, of.seq, of.head, of.row_block, part, kBlocks * device::kBlockRows);
     };
     // The query is asked for as early as it can be: behind the records that are under way it would
     // wait long.
     QueryWords<kDim, kBlocks> words;
-    bool has_words = F::kQueryAhead;
+    bool has_words = kQueryAhead;
     {
       Cursor cursor;
       cursor.start(p, plan, shared.division, shared.scan, chunk,
                    first_share + static_cast<unsigned>(team));
-      if (F::kQueryAhead) {
+      if (kQueryAhead) {
         words.load(p, plan,
                    RowPlace(p, plan, cursor.seq, cursor.head, cursor.row_block, part,
                             kBlocks * device::kBlockRows),
@@ -119,30 +120,26 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       }
       if (part == 0) feeder.start(cursor);
     }
-    int used = 0;  // tiles
-    int like = 0;  // tiles to come that are like the one before
+    int used = 0;  // tiles, but for runs
+    int run = 0;   // tiles that need nothing but to be used up and replaced
     int stage = 0;
     unsigned parity = 0;
 #pragma unroll 1
     for (;;) {
       const int at = team * plan.stages + stage;
       StageTile tile{0, -1, 0};
-      const auto place = [&] { return rows_of(piece); };
-      const bool is_like = like > 0;
-      if (is_like) {
-        --like;
-      } else {
-        if (plan.row_parts > 1) {
-          if (part == 0) feeder.fill(used);
-          device::barrier_wait(&shared.told[at], parity);
-        }
+      const auto place = [&] { return rows_of(piece()); };
+      if (run == 0) {
+        if (part == 0) feeder.fill(used);
+        if (plan.row_parts > 1) device::barrier_wait(&shared.told[at], parity);
         __syncwarp();
         tile = shared.tile[at];
         tile.flags = uniform(tile.flags);
         tile.slot = uniform(tile.slot);
         const bool is_record = tile.slot < 0;
         if (tile.flags & kFirstTile) {
-          if (lane == 0) piece = shared.piece[at];
+          StagePiece& current = piece();
+          if (lane == 0) current = shared.piece[at];
           __syncwarp();
           open_item(p, plan, place(), worker.rows);
           worker.state.clear();
@@ -153,7 +150,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
           has_words = false;
           worker.take_query(words, is_record, 0);
         }
-        if (F::kQueryAhead && (tile.flags & (kLastTile | kEnd)) == kLastTile) {
+        if (kQueryAhead && (tile.flags & (kLastTile | kEnd)) == kLastTile) {
           const bool wraps = stage + 1 == plan.stages;
           const int next = wraps ? at - stage : at + 1;
           const bool told =
@@ -167,14 +164,15 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
         if (threadIdx.x == 0 && used == 0) {
           shared.front_block = shared.division.block_of(shared.share[0].first.start);
         }
-        if (p.logits_soft_cap == 0.f && is_record) {
-          like = uniform(feeder.like_tiles(tile.tile, worker.rows.seen.all));
+        if (F::kRuns && p.logits_soft_cap == 0.f) {
+          run = uniform(feeder.run_length(worker.rows.seen.all));
         }
       }
+      const bool in_run = run > 0;
       const int first_token = tile.tile << plan.group_shift;
-      bool seen = is_like;
-      bool all_see = is_like;
-      if (!is_like) {
+      bool seen = in_run;
+      bool all_see = in_run;
+      if (!in_run) {
         // Other warps of the team may see of it what this one does not.
         seen = !(tile.flags & kNoTile) && worker.sees(first_token);
         all_see = worker.all_see(first_token);
@@ -188,11 +186,12 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
         worker.template staged<true>(place(), tile.slot, first_token);
       }
       __syncwarp();
-      ++used;
-      if (plan.row_parts == 1) {
-        feeder.refill();
-      } else if (lane == 0) {
-        device::barrier_arrive(&shared.empty[at]);
+      if (in_run) {
+        feeder.replace();
+        --run;
+      } else {
+        if (plan.row_parts > 1 && lane == 0) device::barrier_arrive(&shared.empty[at]);
+        ++used;
       }
       if (++stage == plan.stages) {
         stage = 0;
@@ -205,12 +204,10 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       if ((tile.flags & kWhole) == kWhole) {
         write_rows(p, plan, place(), lane, worker.state);
       } else if (plan.split_tiles > 0) {
-        const int64_t first = int64_t{piece.first_unit} * plan.row_parts + part;
-        float4* const units = plan.pieces + first * kStateVectors;
-        const int64_t stride = int64_t{plan.row_parts} * kStateVectors;
-        worker.state.store(units + piece.unit * stride, lane);
-        join_units<kDim, kBlocks>(p, plan, place(), first, piece.unit, piece.units, units, stride,
-                                  lane);
+        const int64_t unit = (int64_t{piece().first_unit} + piece().unit) * plan.row_parts + part;
+        worker.state.store(plan.pieces + unit * kStateVectors, lane);
+        __syncwarp();
+        if (!(tile.flags & kEndsItem) && lane == 0) raise_flag(plan, plan.flags + unit);
       } else if (!(tile.flags & kBeginsItem) && (tile.flags & kEndsItem)) {
         worker.state.store(
             plan.warp_pieces +
@@ -220,7 +217,15 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       if (tile.flags & kEnd) break;
     }
   }
-  if (plan.split_tiles > 0 || teams == 0) return;
+  if (teams == 0) return;
+  if (plan.split_tiles > 0) {
+    if (team >= teams) return;
+    Cursor cursor;
+    cursor.start(p, plan, shared.division, shared.scan, chunk,
+                 first_share + static_cast<unsigned>(team));
+    join_units<kDim, kBlocks>(p, plan, cursor, part, lane);
+    return;
+  }
   __syncthreads();  // the rings are free
   auto* const last_pieces = reinterpret_cast<float4*>(rings);
   if (team < teams && shared.share[team].cut_at_end) {

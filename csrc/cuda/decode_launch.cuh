@@ -6,9 +6,9 @@
 
 namespace kvarn::cuda {
 
-template <class F>
+template <class F, int kBlocks>
 Status launch_decode(const DecodeParams& p, const DecodePlan& plan, int grid, int shared_bytes) {
-  const auto kernel = decode_kernel<F, 1>;
+  const auto kernel = decode_kernel<F, kBlocks>;
   const auto bytes = static_cast<size_t>(shared_bytes);
   if (Status status = allow_shared_memory(kernel, bytes); !status.ok()) return status;
   return launch(kernel, dim3(static_cast<unsigned>(grid)), dim3(kDecodeThreads), bytes, p.stream, p,

@@ -40,7 +40,8 @@ __device__ __forceinline__ int own_warp() {
 /// What the host adds to the params.
 struct DecodePlan {
   int heads_per_kv;
-  int row_parts;   ///< warps of a team; each has its own rows of the item
+  int parts_shift;
+  int row_parts;   ///< warps of a team (2^parts_shift); each has its own rows of the item
   int rows_shift;  ///< log2 of the rows of a row block
   int group_shift;
   int teams;   ///< of a block
@@ -60,8 +61,8 @@ struct DecodePlan {
   float4* warp_pieces;  ///< [grid][warps]
 };
 
-/// The case of most decode steps: one query token a sequence for at most 8 heads a KV head, 32-bit
-/// indices side by side, all aligned, nothing that bends or hides scores.
+/// The case of most decode steps: one query token a sequence, a warp for its rows, 32-bit indices
+/// side by side, all aligned, nothing that bends or hides scores.
 inline bool is_usual(const DecodeParams& p, const DecodePlan& plan) {
   const auto plain = [](const IndexArray& a) { return !a.is_int64 && a.stride == 1; };
   return !p.cu_query_lens && p.causal && p.logits_soft_cap == 0.f && p.sinks == nullptr &&
@@ -84,8 +85,8 @@ __device__ __forceinline__ DecodeParams usual(DecodeParams p) {
 }
 
 __device__ __forceinline__ DecodePlan usual(DecodePlan plan) {
+  plan.parts_shift = 0;
   plan.row_parts = 1;
-  plan.rows_shift = device::kBlockRowsShift;
   plan.window = -1;
   plan.split_tiles = 0;
   plan.records_aligned = plan.staging_aligned = plan.q_aligned = plan.out_aligned = true;

@@ -61,8 +61,7 @@ struct DecodeShared {
   StageTile tile[kMaxStages];
   StagePiece piece[kMaxStages];      ///< of first tiles
   StagePiece current[kDecodeWarps];  ///< of each warp
-  Cursor cursor[kDecodeWarps];       ///< of each team, at the window to come
-  StagePiece opened[kDecodeWarps];   ///< what each team brings
+  Cursor cursor[kDecodeWarps];       ///< of each team
   TeamShare share[kDecodeWarps];
   int front_block;  ///< where the block's first item begins
 };

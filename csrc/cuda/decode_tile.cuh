@@ -142,13 +142,14 @@ __device__ __forceinline__ void pack_probabilities(
 /// A format that the compiler knows, in the usual case (is_usual()) or any. Else told of it: how
 /// many tiles of 16 tokens are computed at once (kRowTiles: all of a record, unless D = 256), how
 /// many of 16 channels are summed up at once, and whether there are registers for the next query
-/// while one is worked on.
+/// while one is worked on (kQueryAhead) and for runs of tiles that are like each other (kRuns).
 template <int kKeyBits, int kValueBits, int kGroup, int kDim, bool kIsUsual>
 struct StaticFormat {
   static constexpr int kDim_ = kDim;
   static constexpr int kRowTiles = (kDim < 256 ? kGroup : device::kHalfTokens) / kFragmentDim;
   static constexpr int kSumTiles = kDim < 256 ? kDim / kFragmentDim : device::kHalfTiles;
   static constexpr bool kQueryAhead = kDim < 256;
+  static constexpr bool kRuns = true;
   static constexpr bool kUsual = kIsUsual;
   static constexpr Format kFormat{kKeyBits, kValueBits, kGroup, kDim};
 
@@ -180,6 +181,7 @@ struct AnyFormat {
   static constexpr int kRowTiles = device::kHalfTiles;
   static constexpr int kSumTiles = device::kHalfTiles;
   static constexpr bool kQueryAhead = false;
+  static constexpr bool kRuns = kDim < 256;
   static constexpr bool kUsual = false;
 
   __device__ __forceinline__ static Format format(const DecodeParams& p) { return p.kv.format; }
@@ -192,7 +194,9 @@ struct AnyFormat {
 template <class F, int kBlocks>
 struct TileWorker {
   static constexpr int kDim = F::kDim_;
-  static constexpr int kRowTiles = F::kRowTiles;
+  // With two blocks of rows the registers hold half as much of everything else.
+  static constexpr int kRowTiles = kBlocks == 1 ? F::kRowTiles : device::kHalfTiles;
+  static constexpr int kSumTiles = kBlocks == 1 ? F::kSumTiles : device::kHalfTiles;
   using State = device::SoftmaxState<kDim, kBlocks>;
   using Scores = float[kBlocks][kRowTiles][4];
   using Probabilities = device::ProbabilityOperand<kRowTiles, kBlocks>;
@@ -300,9 +304,8 @@ struct TileWorker {
     device::Normalizer norm;
 #pragma unroll 1
     for (int token = 0; token < format.group; token += kTokens) {
-      // With D = 256, the scaled query is made anew for each half: both would not fit the
-      // registers.
-      if (kDim == 256 || token == 0) {
+      // The scaled query is made anew for each half where both would not fit the registers.
+      if (kDim == 256 || kBlocks == 2 || token == 0) {
         device::scale_query(query, at + layout.key_channel_scale, at + layout.key_zero_point,
                             device::CodeBits(format.key_bits), lane, scaled);
       }
@@ -358,8 +361,8 @@ struct TileWorker {
         constexpr device::CodeBits code(kBits);
         const uint8_t* const codes = at + layout.value_codes + token * (kDim * kBits / 8);
 #pragma unroll
-        for (int first = 0; first < kTiles; first += F::kSumTiles) {
-          float sums[kBlocks][F::kSumTiles][4];
+        for (int first = 0; first < kTiles; first += kSumTiles) {
+          float sums[kBlocks][kSumTiles][4];
           device::sum_tiles<kBits, kDim>(codes, first, operand, start, lane, sums);
           if (__builtin_expect(plain, 1)) {
             device::add_sums<false>(scales, norm.inverse, code, 0, first, sums, lane, state);

@@ -12,11 +12,14 @@ how the prompt is cut into chunks, and no scratch memory grows with the context.
 context for a prefill kernel (`kvarn.ops.gather_kv`) would be faster for long prompts, but its
 scratch memory grows with the context, and a chunk's own tokens would read each other in 16 bits.
 
+`DecodeGraph` captures a model's decode step, of which Python would else take most of the time.
+
 What cannot be done (training, attention weights, custom masks, cross attention, ...) raises.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 from dataclasses import dataclass
 from functools import partial
@@ -31,9 +34,9 @@ from kvarn.cache import CacheFull, PagedCache, Step, require_integer
 from kvarn.format import Format
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["KVarNCache"]
+__all__ = ["DecodeGraph", "KVarNCache"]
 
 _NAME = "kvarn"
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -304,11 +307,14 @@ class KVarNCache(Cache):  # type: ignore[misc]
         # Assisted decoding does not say how many tokens of a pass are drafts.
         drafts = [min(n, self.fmt.group) if self._record_past else 0 for n in counts]
         step = self._plan(self.paged, list(zip(self._seqs, counts, strict=True)), drafts)
+        self._add_columns(columns, new)
+        return _Forward(self.paged, step, columns, rows, set(range(len(self.layers))))
+
+    def _add_columns(self, columns: int, new: Tensor | None) -> None:
         if new is None and self._columns and self._columns[-1][1] is None:
             self._columns[-1] = (self._columns[-1][0] + columns, None)
         else:
             self._columns.append((columns, new))
-        return _Forward(self.paged, step, columns, rows, set(range(len(self.layers))))
 
     def _new_tokens(self, valid: Tensor | None, columns: int) -> Tensor | None:
         """Which of the new columns are tokens, on the host: bool [B, columns], None for all."""
@@ -483,6 +489,93 @@ class KVarNCache(Cache):  # type: ignore[misc]
     def memory_bytes(self) -> int:
         """Bytes allocated for records and staged tiles, all layers."""
         return 0 if self.paged is None else self.paged.memory_bytes()
+
+
+class DecodeGraph:
+    """A model's decode step with a `KVarNCache`, captured in a CUDA graph.
+
+        cache = KVarNCache(model.config, max_tokens=4096)
+        logits = model(prompt, past_key_values=cache).logits
+        decode = DecodeGraph(model, cache)
+        for _ in range(100):
+            logits = decode(logits[:, -1:].argmax(-1))
+
+    Any other use of the cache may come between two steps, as long as its batch has the same size. A
+    token's position is the number of tokens that the cache has of its sequence. (On the CPU, which
+    has no graphs, a step is just computed.)
+
+    Args:
+        model: its forward pass must not depend on anything on the host but shapes.
+        cache: after its first forward pass, of a fixed size: ``max_tokens`` was given.
+
+    Raises:
+        ValueError: for a cache that may grow, or that is empty.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: PreTrainedModel, cache: KVarNCache) -> None:
+        if cache._max_tokens is None:
+            _refuse("DecodeGraph needs a cache with max_tokens: pools that grow move")
+        cache._settle()
+        if cache.paged is None or not cache._seqs:
+            _refuse("DecodeGraph needs a cache that holds a batch")
+        self._cache, self._paged = cache, cache.paged
+        self._step = step = self._paged.graph_step(len(cache._seqs), cache._max_tokens)
+        lengths = step.waves[0].seq_lens
+        self._ids = ids = lengths.new_zeros((step.num_tokens, 1), dtype=torch.int64)
+        new_name = "cache" in inspect.signature(model.forward).parameters
+        past = {"cache" if new_name else "past_key_values": cache}
+
+        def forward() -> Tensor:
+            cache._forward = self._forward(layers_left=set(range(len(cache.layers))))
+            position_ids = (lengths - 1).clamp(min=0).long()[:, None]  # padding until planned
+            logits: Tensor = model(input_ids=ids, position_ids=position_ids, **past).logits
+            cache._forward = None
+            return logits
+
+        if ids.is_cuda:
+            stream = torch.cuda.Stream(ids.device)
+            stream.wait_stream(torch.cuda.current_stream(ids.device))
+            with torch.cuda.stream(stream):
+                forward()
+            torch.cuda.current_stream(ids.device).wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logits = forward()
+
+            def replay() -> Tensor:
+                graph.replay()
+                return logits
+
+            self._run = replay
+        else:
+            self._run = forward
+
+    @torch.no_grad()
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """The next token of each sequence, int64 [B, 1] -> logits [B, 1, vocabulary], which the
+        next call overwrites.
+
+        Raises:
+            CacheFull: a sequence would have more than ``max_tokens`` tokens.
+            ValueError: the batch has another size than when this was captured.
+        """
+        cache = self._cache
+        if input_ids.shape != self._ids.shape or len(cache._seqs) != len(self._ids):
+            _refuse(
+                f"input_ids must be {list(self._ids.shape)} and the cache hold as many sequences, "
+                f"got {list(input_ids.shape)} and {len(cache._seqs)}"
+            )
+        cache._settle()
+        self._paged.plan([(seq, 1) for seq in cache._seqs], into=self._step)
+        cache._add_columns(1, None)
+        self._ids.copy_(input_ids)
+        logits = self._run()
+        cache._forward = self._forward(layers_left=set())
+        return logits
+
+    def _forward(self, layers_left: set[int]) -> _Forward:
+        return _Forward(self._paged, self._step, 1, None, layers_left)
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]

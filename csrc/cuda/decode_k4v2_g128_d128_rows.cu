@@ -1,0 +1,8 @@
+#include "cuda/decode_launch.cuh"
+
+template kvarn::Status kvarn::cuda::launch_decode<kvarn::cuda::StaticFormat<4, 2, 128, 128, false>,
+                                                  1>(const DecodeParams&, const DecodePlan&, int,
+                                                     int);
+template kvarn::Status kvarn::cuda::launch_decode<kvarn::cuda::StaticFormat<4, 2, 128, 128, false>,
+                                                  2>(const DecodeParams&, const DecodePlan&, int,
+                                                     int);
