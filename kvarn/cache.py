@@ -298,7 +298,7 @@ class PagedCache:
                 f"got {[request.seq for request in wanted]}"
             )
         if into is None:
-            self._seal_due()  # a graph step leaves its seals to the next one
+            self._seal_due()  # what a graph step or an import has left
         else:
             self._check_into(into, wanted)
         schedule = self._pool.schedule(wanted)
@@ -338,8 +338,7 @@ class PagedCache:
 
         Before the first `plan` all rows are padding: what is captured writes nothing. Each layer
         seals what the last step has left, appends and attends. A graph is replayed exactly once
-        between `plan` and `commit`; what it left to be sealed, the next `plan` or any other method
-        finds out. `abort` is for a step that was not replayed.
+        between `plan` and `commit`. `abort` is for a step that was not replayed.
 
         Args:
             num_seqs: rows: the most sequences of a step. Rows beyond those planned give 0.
@@ -353,7 +352,9 @@ class PagedCache:
         width = -(-require_integer(f"{where}max_seq_len", max_seq_len, 1) // self.fmt.group)
         padding = _graph_arrays(room, width)
         memory = _bundle(padding.values(), pin_memory=False).to(self.device)
-        tensors = dict(zip(padding, _unbundle(memory, padding.values()), strict=True))
+        tensors: dict[str, Any] = dict(
+            zip(padding, _unbundle(memory, padding.values()), strict=True)
+        )
         wave = Wave(
             rows=slice(0, room),
             cu_query_lens=None,
@@ -362,7 +363,7 @@ class PagedCache:
             **tensors,
         )
         layers = self.num_layers
-        return Step(room, [], [wave], [True] * layers, [0] * layers, memory, False)
+        return Step(room, [], [wave], [True] * layers, [0] * layers, _memory=memory, _planned=False)
 
     def attend(
         self,
@@ -493,6 +494,14 @@ class PagedCache:
         else:
             self._tell_slots()
 
+    def seal(self) -> None:
+        """Seals now what the next step would seal: tiles that a graph step or an import has left.
+
+        The slots that this frees are not written to before the next step.
+        """
+        self._require_no_step("seal")
+        self._seal_due()
+
     def abort(self, step: Step) -> None:
         """Ends a step whose forward pass failed: its sequences are freed, others are as before."""
         self._require_step(step, "abort")
@@ -512,7 +521,8 @@ class PagedCache:
         Args:
             seq: the sequence; it stays as it is.
             non_blocking: copy to pinned memory on the current stream and return at once; the data
-                is there when the stream has come so far.
+                is there when the stream has come so far. If that is a side stream, `seal` on the
+                main one first.
         """
         self._require_no_step("export_sequence")
         held = self._pool.get(seq, "export_sequence")
@@ -537,6 +547,8 @@ class PagedCache:
 
     def import_sequence(self, state: SequenceState) -> int:
         """Brings an exported sequence back, into blocks and slots that are free now.
+
+        Tiles in 16 bits that this cache has no wish to keep so are sealed by the next step.
 
         Raises:
             ValueError: the state is of another format, layout version, shape or dtype.
@@ -584,7 +596,6 @@ class PagedCache:
             self.cache[layer][ids] = records[layer]
             self.staging[layer][pages_at] = pages[layer]
         self._tell_slots()
-        self._seal_due()
 
     def grow(self, num_blocks: int, num_slots: int) -> None:
         """Larger pools, by copying them; block ids, slots and contents stay.
@@ -702,10 +713,11 @@ class PagedCache:
     def _waves(self, hosts: list[dict[str, Any]]) -> list[Wave]:
         arrays = [x for host in hosts for x in host.values() if isinstance(x, np.ndarray)]
         tensors = iter(self._upload(*arrays))
-        return [
-            Wave(**{k: next(tensors) if isinstance(x, np.ndarray) else x for k, x in host.items()})
-            for host in hosts
-        ]
+        for host in hosts:
+            for name, array in host.items():
+                if isinstance(array, np.ndarray):
+                    host[name] = next(tensors)
+        return [Wave(**host) for host in hosts]
 
     def _fill(self, step: Step, host: dict[str, Any] | None) -> None:
         """The tensors of a graph step, in place; rows beyond those planned are padding."""

@@ -147,8 +147,11 @@ class CheckedCache:
             assert self.state() == before
             return None
         self.model[seq] = copy.deepcopy(sequence)
-        self._seal_due()
         return seq
+
+    def seal(self) -> None:
+        self.cache.seal()
+        self._seal_due()
 
     def step(
         self,
@@ -159,7 +162,7 @@ class CheckedCache:
         graph: Replayed | None = None,
     ) -> Step | None:
         """plan, attend in every layer, commit. None if the cache was too full, and unchanged (but
-        that an eager step seals what a graph has left)."""
+        that an eager step seals what a graph or an import has left)."""
         draft = draft or [0] * len(requests)
         accepted = accepted or [count for _, count in requests]
         self.poison()
@@ -418,3 +421,42 @@ class CheckedCache:
         torch.testing.assert_close(
             out.cpu().double().transpose(0, 1), expected, rtol=tolerance, atol=tolerance
         )
+
+
+def rows_of(cache: PagedCache, num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Random q, key, value [layers, T, heads, D]."""
+    generator = torch.Generator().manual_seed(seed)
+    heads = cache.num_kv_heads
+    q, key, value = (
+        torch.randn(cache.num_layers, num_tokens, n, cache.fmt.head_dim, generator=generator).to(
+            cache.device, cache.dtype
+        )
+        for n in (heads * Q_HEADS_PER_KV, heads, heads)
+    )
+    return q, key, value
+
+
+def run_step(
+    cache: PagedCache,
+    requests: list[tuple[int, int]],
+    rows: tuple[Tensor, Tensor, Tensor],
+    accepted: list[int] | None = None,
+    draft: int = 0,
+) -> Tensor:
+    """plan, attend in every layer and commit: [layers, T, Hq, D]. What a sequence gives does not
+    depend on the others."""
+    planned = cache.plan(requests, draft=draft)
+    out = [
+        cache.attend(planned, layer, *tensors, split_tokens=2 * cache.fmt.group)
+        for layer, tensors in enumerate(zip(*rows, strict=True))
+    ]
+    cache.commit(planned, accepted)
+    return torch.stack(out)
+
+
+def same_state(a: SequenceState, b: SequenceState) -> bool:
+    return (
+        (a.length, a.staged) == (b.length, b.staged)
+        and torch.equal(a.records, b.records)
+        and torch.equal(a.pages, b.pages)
+    )

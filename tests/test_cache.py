@@ -422,6 +422,9 @@ def test_fault18_into_a_cache_with_another_window():
     a.step([(seq, 5 * G + 5)])
     b = checked(sink_blocks=0, recent_blocks=0, num_slots=5)
     restored = b.restore(a.export(seq))
+    assert staged_blocks(b, restored) == staged_blocks(a, seq)
+    b.check()
+    b.seal()
     assert staged_blocks(b, restored) == [False] * 5 + [True]
     b.check()
     a2 = a.restore(b.export(restored))
@@ -561,6 +564,7 @@ def test_calls_out_of_order_are_refused():
         lambda: cache.free(seq),
         lambda: cache.truncate(seq, 0),
         lambda: cache.export_sequence(seq),
+        lambda: cache.seal(),
         lambda: cache.grow(100, 100),
     ):
         with pytest.raises(RuntimeError, match="the step from plan must be committed or aborted"):
@@ -711,7 +715,7 @@ def test_fault16_an_attend_that_failed_halfway_can_only_be_aborted(monkeypatch):
 
 
 def test_fault16_a_seal_that_failed_leaves_its_block_staged(monkeypatch):
-    """It is due again at the next commit, unless somebody truncates into it first."""
+    """It is due again at the next step, unless somebody truncates into it first."""
 
     def fail(*args, **kwargs):
         raise RuntimeError("no device")
@@ -732,8 +736,7 @@ def test_fault16_a_seal_that_failed_leaves_its_block_staged(monkeypatch):
             assert staged_blocks(c, seq) == [True]
             c.step([(seq, 2)])
         else:
-            c.cache.free(c.cache.new_sequence())
-            c._seal_due()
+            c.seal()
         assert staged_blocks(c, seq) == [False]
         c.check()
 

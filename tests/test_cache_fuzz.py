@@ -143,6 +143,10 @@ class CacheMachine(RuleBasedStateMachine):
         if len(self.checked.model) > 1:
             self.checked.free(seq)
 
+    @rule()
+    def seal(self):
+        self.checked.seal()
+
     @precondition(lambda self: self.exported and self.has_room())
     @rule()
     def restore(self):

@@ -14,7 +14,7 @@ from transformers import DynamicCache  # noqa: E402
 
 from kvarn import Format  # noqa: E402
 from kvarn.cache import CacheFull  # noqa: E402
-from kvarn.integrations.transformers import KVarNCache  # noqa: E402
+from kvarn.integrations.transformers import DecodeGraph, KVarNCache  # noqa: E402
 from kvarn.ops import dequantize_tiles  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
@@ -395,6 +395,35 @@ def test_crop_across_forward_passes():
     out = model(new, attention_mask=mask, position_ids=positions, past_key_values=cache)
     expected = reference(model, ids, mask.long())[:, 130:]
     torch.testing.assert_close(out.logits, expected, rtol=1e-4, atol=2e-4)
+
+
+def test_a_decode_graph_equals_forward_passes():
+    """Padding, borders of blocks, and other uses of the cache in between."""
+    model = make_model("gemma2")
+    ids, mask = left_padded(tokens(2, 180), [100, 61])
+    ids, mask = ids[:, 80:], mask[:, 80:]
+    new = tokens(2, 90, seed=2)
+    options = {"max_tokens": 256, "sink_blocks": 0, "recent_blocks": 0}
+    caches = [KVarNCache(model.config, "kvarn_k4v4_g64", **options) for _ in range(2)]
+    for cache in caches:
+        run(model, ids, cache, [100], mask)
+    decode = DecodeGraph(model, caches[1])
+    full = torch.cat([mask, torch.ones_like(new)], 1)
+    for i in range(90):
+        if i == 70:
+            for cache in caches:
+                cache.reorder_cache(torch.tensor([1, 0]))
+            full = full[[1, 0]]
+        column = new[:, i : i + 1]
+        seen = full[:, : 101 + i]
+        position_ids = seen.sum(1, keepdim=True) - 1
+        expected = model(
+            column, attention_mask=seen, position_ids=position_ids, past_key_values=caches[0]
+        ).logits
+        torch.testing.assert_close(decode(column), expected, rtol=1e-3, atol=1e-3)
+    for cache in caches:
+        cache.crop(-95)
+        assert cache.get_seq_length() == 95
 
 
 # Memory ----------------------------------------------------------------------------------------

@@ -66,7 +66,9 @@ struct RowShape {
   explicit RowShape(const DecodeWorkspaceParams& p) {
     const int64_t queries = p.seqs > 0 ? (p.tokens + p.seqs - 1) / p.seqs : 1;
     const int64_t count = queries * (p.q_heads / p.kv_heads);
-    if (count > device::kBlockRows && has_two_blocks(p.format)) blocks = 2;
+    // A row of two blocks is not rounded as one of a single block, and with splits a result must
+    // not depend on what else is in the batch.
+    if (count > device::kBlockRows && has_two_blocks(p.format) && p.split_tokens == 0) blocks = 2;
     for (; parts < kDecodeWarps && rows() < count; parts *= 2) ++parts_shift;
   }
   int rows() const { return blocks * parts * device::kBlockRows; }
@@ -267,7 +269,8 @@ Status decode_attention(const DecodeParams& p) {
   plan.warp_pieces =
       reinterpret_cast<float4*>(memory + workspace.flag_bytes + workspace.piece_bytes);
   const int grid = device.multiprocessors;
-  plan.inverse_shares = UINT64_MAX / static_cast<uint64_t>(grid * plan.teams) + 1;
+  const auto shares = static_cast<uint64_t>(grid * plan.teams);
+  plan.inverse_shares = shares == 1 ? UINT64_MAX : UINT64_MAX / shares + 1;
   const int ring_bytes = plan.teams * plan.stages * plan.stage_bytes;
   const int shared_bytes =
       std::max(ring_bytes, static_cast<int>(kDecodeWarps * state_bytes(f, shape)));

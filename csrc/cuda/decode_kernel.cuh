@@ -30,7 +30,7 @@ __device__ __forceinline__ void ask_for(const void* data, int64_t bytes) {
   const int64_t at = (int64_t{blockIdx.x} * kDecodeThreads + threadIdx.x) * kLine;
   const char* const start = static_cast<const char*>(data);
   if (at < min(bytes, kMost)) asm volatile("prefetch.global.L2 [%0];" ::"l"(start + at));
-  if (threadIdx.x == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(start));
+  if (threadIdx.x == 0 && bytes > 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(start));
 }
 
 /// The work cannot be known before the lengths are; their latency hides that of the rest.

@@ -175,7 +175,8 @@ struct Division {
 
   /// units * share / shares.
   __device__ __forceinline__ int64_t share_begin(unsigned share) const {
-    return inverse == 0 ? share : static_cast<int64_t>(__umul64hi(units * share, inverse));
+    if (inverse == 0) return share;
+    return share == shares ? units : static_cast<int64_t>(__umul64hi(units * share, inverse));
   }
   /// The block with a unit.
   __device__ __forceinline__ int block_of(int64_t unit) const {

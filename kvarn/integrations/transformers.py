@@ -529,8 +529,10 @@ class DecodeGraph:
         def forward() -> Tensor:
             cache._forward = self._forward(layers_left=set(range(len(cache.layers))))
             position_ids = (lengths - 1).clamp(min=0).long()[:, None]  # padding until planned
-            logits: Tensor = model(input_ids=ids, position_ids=position_ids, **past).logits
-            cache._forward = None
+            try:
+                logits: Tensor = model(input_ids=ids, position_ids=position_ids, **past).logits
+            finally:
+                cache._forward = None
             return logits
 
         if ids.is_cuda:
@@ -557,8 +559,8 @@ class DecodeGraph:
         next call overwrites.
 
         Raises:
-            CacheFull: a sequence would have more than ``max_tokens`` tokens.
-            ValueError: the batch has another size than when this was captured.
+            ValueError: the batch has another size than when this was captured, or a sequence would
+                be longer than ``max_tokens`` allows.
         """
         cache = self._cache
         if input_ids.shape != self._ids.shape or len(cache._seqs) != len(self._ids):
@@ -566,10 +568,10 @@ class DecodeGraph:
                 f"input_ids must be {list(self._ids.shape)} and the cache hold as many sequences, "
                 f"got {list(input_ids.shape)} and {len(cache._seqs)}"
             )
+        self._ids.copy_(input_ids)
         cache._settle()
         self._paged.plan([(seq, 1) for seq in cache._seqs], into=self._step)
         cache._add_columns(1, None)
-        self._ids.copy_(input_ids)
         logits = self._run()
         cache._forward = self._forward(layers_left=set())
         return logits
