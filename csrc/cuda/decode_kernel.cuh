@@ -22,6 +22,13 @@
 
 namespace kvarn::cuda {
 
+/// Whether there are registers for runs with two blocks of rows: sm_80's copies take more.
+#if __CUDA_ARCH__ >= 900
+inline constexpr bool kRunsOfTwoBlocks = true;
+#else
+inline constexpr bool kRunsOfTwoBlocks = false;
+#endif
+
 /// Asks for lines of an array that will be read when more is known: a line a thread of the grid,
 /// and by each block the first one, so that its SM has the address translated.
 __device__ __forceinline__ void ask_for(const void* data, int64_t bytes) {
@@ -67,6 +74,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
                   const __grid_constant__ DecodePlan any_plan) {
   constexpr int kDim = F::kDim_;
   constexpr bool kQueryAhead = F::kQueryAhead && kBlocks == 1;
+  constexpr bool kRuns = F::kRuns && (kBlocks == 1 || kRunsOfTwoBlocks);
   constexpr int kStateVectors = device::SoftmaxState<kDim, kBlocks>::kVectors * kWarpLanes;
   extern __shared__ __align__(128) uint8_t rings[];
   __shared__ DecodeShared shared;
@@ -164,7 +172,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
         if (threadIdx.x == 0 && used == 0) {
           shared.front_block = shared.division.block_of(shared.share[0].first.start);
         }
-        if (F::kRuns && p.logits_soft_cap == 0.f) {
+        if (kRuns && p.logits_soft_cap == 0.f) {
           run = uniform(feeder.run_length(worker.rows.seen.all));
         }
       }
