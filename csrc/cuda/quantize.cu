@@ -2,9 +2,13 @@
 //
 // Roofline. A record of k4v2, D = G = 128, is 64 KB of fp16 to read and 13.8 KB to write: 18 ns at
 // the copy rate of an H200. Its SMs have 1 instruction slot an element and nanosecond, and the fits
-// take 112 (closed form) to 183 (4 rounds): the kernel is bound by instructions, not bytes. So the
-// tile stays in registers, in fp32, from the rotation to the codes; the tensor core does the
-// rotation; and codes are packed where they are. It issues on two of three cycles.
+// take 70 (closed form) to 100 (4 rounds) at least: the kernel is bound by instructions, not bytes.
+// So the tile stays in registers, in fp32, from the rotation to the codes; the tensor core does the
+// rotation; and codes are packed where they are.
+//
+// Measured there: 252 ns a record in closed form, 311 with 4 rounds, 244 for minmax with 8. It
+// takes 168 instructions an element (4 rounds) and issues on 55 % of the cycles: fetching its
+// straight-line code is what it waits for most (docs/design.md).
 //
 // A block makes one part (K or V) of one record. device/tile.cuh says who holds what, rotate.cuh
 // how it gets there, sinkhorn.cuh and fit.cuh what is computed, pack.cuh how it leaves.
@@ -28,8 +32,7 @@ namespace {
 
 using device::element;
 using device::kElements;
-using device::kLaneCols;
-using device::kLaneRows;
+using device::kSide;
 
 /// Records out[target(i)] from tiles in[source(i)], for every head.
 struct Jobs {
@@ -76,11 +79,7 @@ __device__ __forceinline__ device::TokenRows tokens_of(const Jobs& jobs, const J
   const int64_t* const stride = jobs.in_stride[key ? 0 : 1];
   return {static_cast<const char*>(jobs.in[key ? 0 : 1]) +
               (job.source * stride[0] + job.head * stride[2]) * size_of(jobs.dtype),
-          stride[1],
-          jobs.dtype,
-          jobs.rotated,
-          jobs.aligned,
-          0};
+          stride[1], jobs.dtype, jobs.rotated, jobs.aligned};
 }
 
 /// Sums of squares of x * boost over each token, for line threads. Ends with a barrier.
@@ -88,33 +87,35 @@ template <class Shape>
 __device__ __forceinline__ float token_energy(const float (&x)[kElements],
                                               device::TileMemory<Shape>& memory, bool are_cols,
                                               float boost) {
-  const device::TilePlace<Shape> at = memory.place();
+  const device::TilePlace<Shape> at;
   if (are_cols) {
-    device::reduce_cols<Shape, 1>(at, memory.partial, [&](int half, float (&sums)[1][4]) {
+    float sums[1][kSide] = {};
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
+    for (int i = 0; i < kSide; ++i) {
 #pragma unroll
-        for (int i = 0; i < kLaneRows; ++i) {
-          const float y = x[element(i, device::col_of_half(half, k))] * boost;
-          sums[0][k] = i == 0 ? y * y : fmaf(y, y, sums[0][k]);
-        }
+      for (int j = 0; j < kSide; ++j) {
+        const float y = x[element(i, j)] * boost;
+        sums[0][j] = fmaf(y, y, sums[0][j]);
       }
-    });
+    }
+    device::reduce_cols<Shape, 1>(at, memory.partial, sums);
   } else {
     device::reduce_rows<Shape, 1, 0>(at, memory.partial, [&](int i, float* out) {
+      out[0] = 0.f;
 #pragma unroll
-      for (int j = 0; j < kLaneCols; ++j) {
+      for (int j = 0; j < kSide; ++j) {
         const float y = x[element(i, j)] * boost;
-        out[0] = j == 0 ? y * y : fmaf(y, y, out[0]);
+        out[0] = fmaf(y, y, out[0]);
       }
     });
   }
   __syncthreads();
+  const int n = threadIdx.x;
   float energy = 0.f;
   if (are_cols) {
-    if (device::has_col<Shape>()) energy = device::col_total<Shape>(memory.partial, 0);
+    if (n < Shape::kCols) energy = device::col_total<Shape>(memory.partial, 0);
   } else {
-    if (device::has_row<Shape>()) energy = device::row_total<Shape>(memory.partial, 0);
+    if (n < Shape::kRows) energy = device::row_total<Shape>(memory.partial, 0);
   }
   __syncthreads();
   return energy;
@@ -125,25 +126,23 @@ __device__ __forceinline__ float token_energy(const float (&x)[kElements],
 template <class Shape>
 __device__ __forceinline__ void find_live(float (&x)[kElements], device::TileMemory<Shape>& memory,
                                           const device::Tokens<Shape>& tokens) {
-  const int n = device::own_thread() + memory.zero;
+  const int n = threadIdx.x;
   const bool has_token = n < tokens.count();
   const auto alive = [](float sum) { return sum > 0.f && sum < device::kInfinity; };
-  float energy = token_energy(x, memory, tokens.are_cols(), 1.f);
+  float energy = token_energy(x, memory, tokens.are_cols, 1.f);
   bool own_live = has_token && alive(energy);
   // Squares of numbers this small may have been lost.
   constexpr float kTiny = 1e-30f;
   if (__syncthreads_or(has_token && energy < kTiny)) {
-    const float boosted = token_energy(x, memory, tokens.are_cols(), 0x1p100f);
+    const float boosted = token_energy(x, memory, tokens.are_cols, 0x1p100f);
     if (has_token && energy < kTiny) own_live = alive(boosted);
   }
-  if (device::has_line<Shape>()) {
-    device::Line& line = memory.line[n];
-    line.energy = energy;
-    line.live = own_live;
-    line.counts_as_row = device::has_row<Shape>() && (tokens.are_cols() || own_live);
-    line.counts_as_col = device::has_col<Shape>() && (!tokens.are_cols() || own_live);
-    line.col_scale = line.alternative = 1.f;
-  }
+  device::Line& line = memory.line[n];
+  line.energy = energy;
+  line.live = own_live;
+  line.counts_as_row = n < Shape::kRows && (tokens.are_cols || own_live);
+  line.counts_as_col = n < Shape::kCols && (!tokens.are_cols || own_live);
+  line.mean = line.rest = 0.f;
   if (n == 0) memory.first_live = 0;
   const int live = __syncthreads_count(own_live);
   if (n == 0) memory.live_tokens = live;
@@ -163,36 +162,34 @@ __device__ __forceinline__ void find_live(float (&x)[kElements], device::TileMem
     }
   }
   __syncthreads();
-  float* const first = tokens.are_cols() ? memory.first_col : memory.first_row;
-  if (tokens.are_cols()) {
-    device::put_col(x, memory, tokens.first(), first);
+  float* const first = tokens.are_cols ? memory.row[0] : memory.col[0];
+  if (tokens.are_cols) {
+    device::put_col<Shape>(x, tokens.first(), first);
   } else {
-    device::put_row(x, memory, tokens.first(), first);
+    device::put_row<Shape>(x, tokens.first(), first);
   }
   __syncthreads();
-  const device::TilePlace<Shape> at = memory.place();
+  const device::TilePlace<Shape> at;
   const int dead = tokens.dead(at);
 #pragma unroll
-  for (int i = 0; i < kLaneRows; ++i) {
+  for (int i = 0; i < kSide; ++i) {
 #pragma unroll
-    for (int j = 0; j < kLaneCols; ++j) {
-      if (device::is_dead(dead, tokens.are_cols() ? j : i)) {
-        x[element(i, j)] = live == 0 ? 0.f : first[tokens.are_cols() ? at.row + i : at.col + j];
+    for (int j = 0; j < kSide; ++j) {
+      if (device::is_dead(dead, tokens.are_cols ? j : i)) {
+        x[element(i, j)] = live == 0 ? 0.f : first[tokens.are_cols ? at.row + i : at.col + j];
       }
     }
   }
   __syncthreads();
 }
 
-/// Line threads: the power of two that brings the root mean square of the tile to about 64. The
-/// clips of the normalization are absolute: the lower one would keep a small tile as it is.
+/// The power of two that brings the root mean square of the tile to about 64. The clips of the
+/// normalization are absolute: the lower one would keep a small tile as it is.
 template <class Shape>
 __device__ __forceinline__ float size_factor(device::TileMemory<Shape>& memory,
                                              const device::Tokens<Shape>& tokens) {
-  if (device::has_line<Shape>()) {
-    const device::Line& line = memory.own_line();
-    device::put_warp_sum(line.live ? line.energy : 0.f, memory.stat[6]);
-  }
+  const device::Line& line = memory.line[threadIdx.x];
+  device::put_warp_sum(line.live ? line.energy : 0.f, memory.stat[6]);
   __syncthreads();
   const float sum = device::sum_of_warps<Shape>(memory.stat[6]);
   __syncthreads();
@@ -206,21 +203,17 @@ __device__ __forceinline__ float token_scale(float scale, const device::Line& li
   return line.live ? scale : line.energy == 0.f ? 0.f : __int_as_float(0x7fffffff);
 }
 
-/// Line threads: scales and zero points into the record in shared memory. Contains a barrier.
+/// Line threads: scales and zero points into the record in shared memory.
 template <class Shape>
-__device__ __forceinline__ void put_scales(device::TileMemory<Shape>& memory, int bits) {
-  const int n = device::own_thread() + memory.zero;
+__device__ __forceinline__ void put_scales(device::TileMemory<Shape>& memory, bool key, int bits) {
+  const int n = threadIdx.x;
+  const device::Line& line = memory.line[n];
+  const bool has_row = n < Shape::kRows;
+  const bool has_col = n < Shape::kCols;
   // A power of two moves from one side's scales to the other's, so that both are in range.
-  if (device::has_line<Shape>()) {
-    const device::Line& line = memory.own_line();
-    device::put_warp_max(device::has_row<Shape>() && line.counts_as_row ? line.out.scale : 0.f,
-                         memory.stat[0]);
-    device::put_warp_max(device::has_col<Shape>() && line.counts_as_col ? line.col_scale : 0.f,
-                         memory.stat[1]);
-  }
+  device::put_warp_max(has_row && line.counts_as_row ? line.out.scale : 0.f, memory.stat[0]);
+  device::put_warp_max(has_col && line.counts_as_col ? line.col_scale : 0.f, memory.stat[1]);
   __syncthreads();
-  if (!device::has_line<Shape>()) return;
-  const device::Line& line = memory.own_line();
   const float most_row = device::max_of_warps<Shape>(memory.stat[0]);
   const float most_col = device::max_of_warps<Shape>(memory.stat[1]);
   const float factor = most_row > 0.f && most_col > 0.f
@@ -228,49 +221,39 @@ __device__ __forceinline__ void put_scales(device::TileMemory<Shape>& memory, in
                            : 1.f;
   auto* const fields = reinterpret_cast<__half*>(reinterpret_cast<uint8_t*>(memory.record) +
                                                  Shape::kRows * Shape::kCols / 8 * bits);
-  if (device::has_row<Shape>()) {
-    __half stored = __float2half_rn(
-        device::clip(device::divide(line.out.scale, factor), -device::kMaxHalf, device::kMaxHalf));
+  if (has_row) {
+    __half stored =
+        __float2half_rn(device::clip(line.out.scale / factor, -device::kMaxHalf, device::kMaxHalf));
     const float scale = __half2float(stored) * factor;
-    float zero_point = scale == 0.f
-                           ? 0.f
-                           : device::clip(device::divide(line.out.offset + line.mean, scale),
-                                          -device::kMaxHalf, device::kMaxHalf);
-    if (!memory.is_key() && !line.live) {
+    float zero_point = scale == 0.f ? 0.f
+                                    : device::clip((line.out.offset + line.mean) / scale,
+                                                   -device::kMaxHalf, device::kMaxHalf);
+    if (!key && !line.live) {
       stored = __float2half_rn(token_scale(0.f, line));
       zero_point = 0.f;
     }
     fields[n] = stored;
     fields[Shape::kRows + n] = __float2half_rn(zero_point);
   }
-  if (device::has_col<Shape>()) {
+  if (has_col) {
     float scale = device::clip(line.col_scale * factor, -device::kMaxHalf, device::kMaxHalf);
-    if (memory.is_key()) scale = token_scale(scale, line);
+    if (key) scale = token_scale(scale, line);
     fields[2 * Shape::kRows + n] = __float2half_rn(scale);
   }
-}
-
-/// Ends with a barrier.
-template <class Shape, int kBits>
-__device__ __forceinline__ void clear_codes(device::TileMemory<Shape>& memory) {
-  constexpr int kWords = Shape::kRows * Shape::kCols * kBits / 8 / sizeof(uint4);
-  for (int i = device::own_thread(); i < kWords; i += Shape::kThreads)
-    memory.record[i] = {0, 0, 0, 0};
-  __syncthreads();
 }
 
 template <class Shape, bool kKey, int kBits>
 __device__ __forceinline__ void put_codes(const float (&x)[kElements],
                                           device::TileMemory<Shape>& memory) {
   constexpr float kLevels = (1 << kBits) - 1;
-  const device::TilePlace<Shape> at = memory.place();
-  float shift[kLaneCols];
+  const device::TilePlace<Shape> at;
+  float shift[kSide];
   if constexpr (!kKey) device::load_8(memory.col[2] + at.col, shift);
   const auto code = [&](int i, int j) {
-    const float2 of_row = memory.code[at.row + i];
-    float start = of_row.y;
-    if constexpr (!kKey) start = fmaf(shift[j], memory.of_row[at.row + i].w, start);
-    return __float_as_uint(device::rounded_code(x[element(i, j)], of_row.x, start, kLevels));
+    const float slope = memory.row[0][at.row + i];
+    float start = memory.row[1][at.row + i];
+    if constexpr (!kKey) start = fmaf(shift[j], memory.row[2][at.row + i], start);
+    return __float_as_uint(device::rounded_code(x[element(i, j)], slope, start, kLevels));
   };
   auto* const out = reinterpret_cast<uint8_t*>(memory.record);
   if constexpr (kKey) {
@@ -285,89 +268,106 @@ template <class Shape>
 __device__ __forceinline__ void store_part(const device::TileMemory<Shape>& memory, int bytes,
                                            uint8_t* out) {
   if (reinterpret_cast<uintptr_t>(out) % device::kAccessBytes == 0) {
-    for (int i = device::own_thread(); i < bytes / device::kAccessBytes; i += Shape::kThreads) {
+    for (int i = threadIdx.x; i < bytes / device::kAccessBytes; i += Shape::kThreads) {
       __stcg(reinterpret_cast<uint4*>(out) + i, memory.record[i]);
     }
   } else {
     const auto* const part = reinterpret_cast<const uint8_t*>(memory.record);
-    for (int i = device::own_thread(); i < bytes; i += Shape::kThreads) out[i] = part[i];
+    for (int i = threadIdx.x; i < bytes; i += Shape::kThreads) out[i] = part[i];
   }
 }
 
 /// kKey: K of the record, with channels for rows; else V, with tokens for rows. A square tile has
 /// one body for both, in which only loading and packing differ: instructions are what the kernel
 /// waits for.
-template <class Shape>
+template <class Shape, bool kMayBeKey, bool kMayBeValue>
 __device__ __forceinline__ void quantize_part(const Jobs& jobs, device::TileMemory<Shape>& memory,
-                                              bool key) {
+                                              bool is_key) {
+  const bool key = kMayBeKey && (!kMayBeValue || is_key);
   const Job job = job_of(jobs);
   if (job.skipped) return;
-  if (device::own_thread() == 0) {
-    memory.zero = 0;
-    memory.in = tokens_of(jobs, job, key);
-    memory.key = key;
-    memory.minmax = jobs.fit == Fit::kMinMax;
-    memory.normalized = memory.minmax || jobs.iterations > 0;
+  const int n = threadIdx.x;
+  float x[kElements];
+  device::load_rotated<Shape, kMayBeKey, kMayBeValue>(tokens_of(jobs, job, key), key, memory.tokens,
+                                                      x);
+
+  const device::Tokens<Shape> tokens = {key, memory};
+  if (n == 0) {
     memory.bits = key ? jobs.format.key_bits : jobs.format.value_bits;
     memory.levels = static_cast<float>((1 << memory.bits) - 1);
-    memory.middle = static_cast<float>(1 << (memory.bits - 1));
   }
-  __syncthreads();
-  float x[kElements];
-  device::load_rotated<Shape>(memory.in, key, memory.tokens, x);
-
-  const device::Tokens<Shape> tokens = {memory};
   find_live(x, memory, tokens);
-  device::put_col(x, memory, tokens.first_col(), memory.first_col);
+  device::Line& line = memory.line[n];
 
-  if (jobs.iterations > 0) {
-    device::put_row(x, memory, tokens.first_row(), memory.first_row);
-    const float factor = memory.minmax ? 1.f : size_factor(memory, tokens);
-    if (device::own_thread() == 0) memory.factor = factor;
-    __syncthreads();
-    device::sinkhorn_col_scale(x, memory, tokens, jobs.iterations);
+  const bool minmax = jobs.fit == Fit::kMinMax;
+  const bool normalized = minmax || jobs.iterations > 0;
+  float alternative = 1.f;
+  if (normalized) {
+    const float factor = minmax ? 1.f : size_factor(memory, tokens);
+    line.col_scale = device::sinkhorn_col_scale(x, memory, tokens, factor, jobs.iterations);
   }
-  if (memory.is_key()) device::token_rms(memory);
-  if (!memory.normalized) {
-    if (!memory.is_key()) {
-      device::channel_spread(x, memory);
-    } else if (device::has_line<Shape>()) {
-      memory.own_line().col_scale = memory.own_line().alternative;
+  if (key) {
+    alternative = device::token_rms(memory, tokens, line);
+    if (!normalized) line.col_scale = alternative;
+    alternative = device::limited_col_scale(alternative);
+  } else if (!normalized) {
+    line.col_scale = device::channel_spread(x, memory, line.counts_as_row);
+  }
+  if (!minmax) {
+    if (normalized) {
+      line.col_scale =
+          device::without_factor(tokens, line.col_scale, line.counts_as_col, memory.stat[4]);
+      if (key) {
+        alternative =
+            device::without_factor(tokens, alternative, line.counts_as_col, memory.stat[5]);
+      }
     }
+    line.col_scale = device::half_rounded(device::limited_col_scale(line.col_scale));
+    alternative = device::half_rounded(device::limited_col_scale(alternative));
   }
-  if (!memory.minmax) device::round_col_scales(memory, tokens);
+  if (!line.counts_as_col) line.col_scale = alternative = 1.f;
 
   // A massive token takes one channel of the other keys, less than the rounding error of 2 or 3
   // bits.
-  device::apply_col_scales(x, memory, tokens,
-                           memory.normalized && (!memory.is_key() || memory.bits >= 4));
-  if (memory.minmax) {
+  const bool guarded = normalized && (!key || memory.bits >= 4);
+  device::apply_col_scales(x, memory, tokens, line, guarded, alternative);
+  {
+    // x / column scale.
+    const device::TilePlace<Shape> at;
+    float inverse_of[kSide];
+    device::load_8(memory.col[0] + at.col, inverse_of);
+#pragma unroll
+    for (int i = 0; i < kSide; ++i) {
+#pragma unroll
+      for (int j = 0; j < kSide; ++j) x[element(i, j)] *= inverse_of[j];
+    }
+  }
+  if (minmax) {
     device::fit_minmax(memory);
   } else {
     device::fit_unbiased(x, memory, tokens);
   }
-  device::raise_scale(memory);
-  if (memory.is_key() && !tokens.all_live()) {
+  device::raise_scale(memory, minmax);
+  if (key && !tokens.all_live()) {
     // The codes of a dead token are 0.
-    const int dead = tokens.dead(memory.place());
+    const int dead = tokens.dead(device::TilePlace<Shape>());
 #pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
+    for (int i = 0; i < kSide; ++i) {
 #pragma unroll
-      for (int j = 0; j < kLaneCols; ++j) {
+      for (int j = 0; j < kSide; ++j) {
         if (device::is_dead(dead, j)) x[element(i, j)] = -device::kInfinity;
       }
     }
   }
   const int bits = memory.bits;
-  put_scales(memory, bits);
-  if constexpr (Shape::kMayBeKey) {
-    if (memory.is_key()) {
+  put_scales(memory, key, bits);
+  if constexpr (kMayBeKey) {
+    if (key) {
       switch (bits) {
         case 2:
           put_codes<Shape, true, 2>(x, memory);
           break;
         case 3:
-          clear_codes<Shape, 3>(memory);
           put_codes<Shape, true, 3>(x, memory);
           break;
         case 4:
@@ -379,8 +379,8 @@ __device__ __forceinline__ void quantize_part(const Jobs& jobs, device::TileMemo
       }
     }
   }
-  if constexpr (Shape::kMayBeValue) {
-    if (!memory.is_key()) {
+  if constexpr (kMayBeValue) {
+    if (!key) {
       switch (bits) {
         case 2:
           put_codes<Shape, false, 2>(x, memory);
@@ -402,32 +402,20 @@ __device__ __forceinline__ void quantize_part(const Jobs& jobs, device::TileMemo
   uint8_t* const record =
       jobs.records + target.target * jobs.record_stride[0] + target.head * jobs.record_stride[1];
   const RecordLayout layout = record_layout(jobs.format);
-  const bool is_key = memory.is_key();
-  store_part<Shape>(memory, is_key ? layout.value_codes : layout.bytes - layout.value_codes,
-                    record + (is_key ? 0 : layout.value_codes));
+  store_part<Shape>(memory, key ? layout.value_codes : layout.bytes - layout.value_codes,
+                    record + (key ? 0 : layout.value_codes));
 }
 
 template <int kDim, int kGroup>
-using KeyShape = device::TileShape<kDim, kGroup, true, kDim == kGroup>;
+using KeyShape = device::TileShape<kDim, kGroup>;
 template <int kDim, int kGroup>
-using ValueShape = device::TileShape<kGroup, kDim, kDim == kGroup, true>;
+using ValueShape = device::TileShape<kGroup, kDim>;
 
 template <int kDim, int kGroup>
 constexpr int kThreads = KeyShape<kDim, kGroup>::kThreads;
 
-/// Threads of a multiprocessor. With 64 registers each, code for an A100 would spill.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr int kResidentThreads = 512;
-#else
-constexpr int kResidentThreads = 1024;
-#endif
-
 template <int kDim, int kGroup>
-constexpr int kBlocks =
-    kThreads<kDim, kGroup> < kResidentThreads ? kResidentThreads / kThreads<kDim, kGroup> : 1;
-
-template <int kDim, int kGroup>
-__global__ void __launch_bounds__(kThreads<kDim, kGroup>, kBlocks<kDim, kGroup>)
+__global__ void __launch_bounds__(kThreads<kDim, kGroup>, 512 / kThreads<kDim, kGroup>)
     quantize_kernel(const __grid_constant__ Jobs jobs) {
   static_assert(kThreads<kDim, kGroup> == ValueShape<kDim, kGroup>::kThreads);
   extern __shared__ uint4 shared[];
@@ -435,11 +423,14 @@ __global__ void __launch_bounds__(kThreads<kDim, kGroup>, kBlocks<kDim, kGroup>)
   using KeyMemory = device::TileMemory<KeyShape<kDim, kGroup>>;
   using ValueMemory = device::TileMemory<ValueShape<kDim, kGroup>>;
   if constexpr (kDim == kGroup) {
-    quantize_part<KeyShape<kDim, kGroup>>(jobs, *reinterpret_cast<KeyMemory*>(shared), key);
+    quantize_part<KeyShape<kDim, kGroup>, true, true>(jobs, *reinterpret_cast<KeyMemory*>(shared),
+                                                      key);
   } else if (key) {
-    quantize_part<KeyShape<kDim, kGroup>>(jobs, *reinterpret_cast<KeyMemory*>(shared), true);
+    quantize_part<KeyShape<kDim, kGroup>, true, false>(jobs, *reinterpret_cast<KeyMemory*>(shared),
+                                                       true);
   } else {
-    quantize_part<ValueShape<kDim, kGroup>>(jobs, *reinterpret_cast<ValueMemory*>(shared), false);
+    quantize_part<ValueShape<kDim, kGroup>, false, true>(
+        jobs, *reinterpret_cast<ValueMemory*>(shared), false);
   }
 }
 

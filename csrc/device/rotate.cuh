@@ -15,17 +15,27 @@
 #include "device/mma.cuh"
 #include "device/numeric.cuh"
 #include "device/tile.cuh"
+#include "kvarn/ops.h"
 
 namespace kvarn::device {
 
 inline constexpr float kMaxInput = 67108864.f;  ///< 2^26: beyond, sums of squares leave fp32
 
+/// One head's keys or values of one tile: token g at data + g * token_stride.
+struct TokenRows {
+  const void* data;
+  int64_t token_stride;  ///< elements
+  DType dtype;
+  bool rotated;  ///< already
+  bool aligned;  ///< every token starts at a multiple of 16 bytes
+};
+
 /// Where a 16-byte chunk of a token lies in shared memory, in chunks: the eight rows that ldmatrix
-/// reads at once fall into different banks, for V (every fourth token) as for K (two neighbours of
+/// reads at once fall into different banks, for V (every eighth token) as for K (two neighbours of
 /// every eight).
 template <int kDim>
 __device__ __forceinline__ int chunk_place(int token, int chunk) {
-  const int swizzle = (token >> 3 & 3) | ((token >> 2 ^ token) & 1) << 2;
+  const int swizzle = (token >> 3 & 3) | ((token >> 5 ^ token) & 1) << 2;
   return token * (kDim / 8) + (chunk ^ swizzle);
 }
 
@@ -63,38 +73,40 @@ __device__ __forceinline__ void limit_bf16(uint4& chunk) {
 
 /// All tokens to shared memory, as 16-bit numbers. Ordinary 16-bit input takes the first branch.
 template <int kDim, int kTokens, int kThreads>
-__device__ __forceinline__ void load_tokens(const TokenRows& in, uint4* shared) {
+__device__ __forceinline__ void load_tokens(const TokenRows& in, int plane, uint4* shared) {
   constexpr int kChunks = kDim / 8;
   constexpr int kLoads = 4;                  // in flight
   constexpr int kStep = kThreads / kChunks;  // tokens
-  static_assert(kTokens == kLoads * kStep);
+  static_assert(kTokens % (kLoads * kStep) == 0);
   if (in.aligned && in.dtype != DType::kFloat32) {
-    const int chunk = own_thread() % kChunks;
-    const int token = own_thread() / kChunks;
-    const auto* const from =
-        static_cast<const uint16_t*>(in.data) + token * in.token_stride + chunk * 8;
-    uint4 chunks[kLoads];
+    const int chunk = threadIdx.x % kChunks;
+#pragma unroll 1
+    for (int token = threadIdx.x / kChunks; token < kTokens; token += kLoads * kStep) {
+      const auto* const from =
+          static_cast<const uint16_t*>(in.data) + token * in.token_stride + chunk * 8;
+      uint4 chunks[kLoads];
 #pragma unroll
-    for (int k = 0; k < kLoads; ++k) {
-      chunks[k] = __ldcg(reinterpret_cast<const uint4*>(from + k * kStep * in.token_stride));
-    }
+      for (int k = 0; k < kLoads; ++k) {
+        chunks[k] = __ldcg(reinterpret_cast<const uint4*>(from + k * kStep * in.token_stride));
+      }
 #pragma unroll
-    for (int k = 0; k < kLoads; ++k) {
-      if (in.dtype == DType::kBFloat16) limit_bf16(chunks[k]);
-      shared[chunk_place<kDim>(token + k * kStep, chunk)] = chunks[k];
+      for (int k = 0; k < kLoads; ++k) {
+        if (in.dtype == DType::kBFloat16) limit_bf16(chunks[k]);
+        shared[chunk_place<kDim>(token + k * kStep, chunk)] = chunks[k];
+      }
     }
     return;
   }
   auto* const numbers = reinterpret_cast<uint16_t*>(shared);
 #pragma unroll 1
-  for (int i = own_thread(); i < kTokens * kDim; i += kThreads) {
+  for (int i = threadIdx.x; i < kTokens * kDim; i += kThreads) {
     const int token = i / kDim;
     const int channel = i % kDim;
     const int64_t from = token * in.token_stride + channel;
     uint16_t bits;
     if (in.dtype == DType::kFloat32) {
       bits = __bfloat16_as_ushort(
-          bf16_part(limit_input(static_cast<const float*>(in.data)[from]), in.plane));
+          bf16_part(limit_input(static_cast<const float*>(in.data)[from]), plane));
     } else {
       bits = static_cast<const uint16_t*>(in.data)[from];
       if (in.dtype == DType::kBFloat16) {
@@ -119,8 +131,8 @@ inline constexpr uint32_t kBothSigns = 0x80008000u;
 __device__ __forceinline__ uint32_t turned(int odd) { return odd & 1 ? kBothSigns : 0; }
 
 /// x += signs times tokens (K). The sign of (channel, k) is the parity of channel & k. With
-/// channel = 32 warp_row + 4r + 2a + h and k = 16 step + 8 high + 2t + p: h meets p, a meets t % 2,
-/// r meets t / 2, high and step % 2, and warp_row the rest of step.
+/// channel = 64 warp_row + 8r + 2a + h and k = 16 step + 8 high + 2t + p: h meets p, a meets t, r
+/// meets high and the low bits of step, and warp_row the others.
 template <class Shape, bool kBFloat16>
 __device__ __forceinline__ void multiply_keys(const uint4* shared, float (&x)[kElements]) {
   constexpr int kDim = Shape::kRows;
@@ -128,7 +140,12 @@ __device__ __forceinline__ void multiply_keys(const uint4* shared, float (&x)[kE
   const TilePlace<Shape> at;
   const int r = at.lane / 4;
   const int t = at.lane % 4;
-  const uint32_t ones = kOnes ^ turned(r & t / 2);
+  uint32_t signs[4][2];  // by a, h
+#pragma unroll
+  for (int a = 0; a < 4; ++a) {
+    signs[a][0] = kOnes ^ turned(__popc(a & t));
+    signs[a][1] = signs[a][0] ^ 0x80000000u;
+  }
   const int matrix = at.lane / 8;  // whose row this lane addresses for ldmatrix
   const int matrix_row = at.lane % 8;
   const int token =
@@ -136,19 +153,18 @@ __device__ __forceinline__ void multiply_keys(const uint4* shared, float (&x)[kE
   const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 #pragma unroll 2
   for (int step = 0; step < kDim / 16; ++step) {
-    const int parity = (r / 4 & step & 1) + __popc(at.warp_row & step >> 1);
-    const uint32_t signs[2] = {ones ^ turned(parity), ones ^ turned(parity + r / 2)};
+    const int parity = __popc(r >> 1 & step & 3) + __popc(at.warp_row & step >> 2);
+    const uint32_t turn[2] = {turned(parity), turned(parity + r)};
     uint32_t b[2][4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      load_matrix_x4(b[half],
-                     base + 16 * chunk_place<kDim>(token + 4 * half, 2 * step + matrix % 2));
+      load_matrix_x4(b[half], base + 16 * (chunk_place<kDim>(token, 2 * step + matrix % 2) +
+                                           half * 4 * (kDim / 8)));
     }
 #pragma unroll
-    for (int a = 0; a < 2; ++a) {
-      const uint32_t turn = turned(a & t);
-      const uint32_t rows[4] = {signs[0] ^ turn, signs[0] ^ turn ^ 0x80000000u, signs[1] ^ turn,
-                                signs[1] ^ turn ^ 0x80000000u};
+    for (int a = 0; a < 4; ++a) {
+      const uint32_t rows[4] = {signs[a][0] ^ turn[0], signs[a][1] ^ turn[0], signs[a][0] ^ turn[1],
+                                signs[a][1] ^ turn[1]};
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         mma_m16n8k16<kBFloat16>(x + 4 * (4 * a + n), rows, b[n / 2][n % 2 * 2],
@@ -175,7 +191,7 @@ __device__ __forceinline__ void multiply_values(const uint4* shared, float (&x)[
   }
   const int matrix = at.lane / 8;
   const int matrix_row = at.lane % 8;
-  const int token = at.warp_row * 32 + matrix_row * 4 + matrix % 2;  // of a = 0
+  const int token = at.warp_row * 64 + matrix_row * 8 + matrix % 2;  // of a = 0
   const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 #pragma unroll 2
   for (int step = 0; step < kDim / 16; ++step) {
@@ -188,7 +204,7 @@ __device__ __forceinline__ void multiply_values(const uint4* shared, float (&x)[
       cols[b][1] = signs[b] ^ turn[1];
     }
 #pragma unroll
-    for (int a = 0; a < 2; ++a) {
+    for (int a = 0; a < 4; ++a) {
       uint32_t rows[4];
       load_matrix_x4(
           rows, base + 16 * (chunk_place<kDim>(token, 2 * step + matrix / 2) + a * 2 * (kDim / 8)));
@@ -207,9 +223,9 @@ __device__ __forceinline__ void add_tokens(const uint4* shared, bool key, bool h
   const TilePlace<Shape> at;
   const auto* const numbers = reinterpret_cast<const uint16_t*>(shared);
 #pragma unroll
-  for (int i = 0; i < kLaneRows; ++i) {
+  for (int i = 0; i < kSide; ++i) {
 #pragma unroll
-    for (int j = 0; j < kLaneCols; ++j) {
+    for (int j = 0; j < kSide; ++j) {
       const int token = key ? at.col + j : at.row + i;
       const int channel = key ? at.row + i : at.col + j;
       const uint16_t bits = numbers[8 * chunk_place<kDim>(token, channel / 8) + channel % 8];
@@ -219,34 +235,34 @@ __device__ __forceinline__ void add_tokens(const uint4* shared, bool key, bool h
   }
 }
 
-/// x = the rotated tile, of keys or values; `in` must be in shared memory. Ends with a barrier:
-/// `shared` is free again.
-template <class Shape>
-__device__ __forceinline__ void load_rotated(TokenRows& in, bool key, uint4* shared,
+/// x = the rotated tile, of keys or values. Ends with a barrier: `shared` is free again.
+template <class Shape, bool kMayBeKey, bool kMayBeValue>
+__device__ __forceinline__ void load_rotated(const TokenRows& in, bool key, uint4* shared,
                                              float (&x)[kElements]) {
-  constexpr int kDim = Shape::kHeadDim;
+  constexpr int kDim = kMayBeKey ? Shape::kRows : Shape::kCols;
+  constexpr int kTokens = kMayBeKey ? Shape::kCols : Shape::kRows;
+  const bool half = in.dtype == DType::kFloat16;
+  const int planes = in.dtype == DType::kFloat32 ? 3 : 1;
 #pragma unroll
   for (int i = 0; i < kElements; ++i) x[i] = 0;
 #pragma unroll 1
-  do {
-    load_tokens<kDim, Shape::kTokens, Shape::kThreads>(in, shared);
+  for (int plane = 0; plane < planes; ++plane) {
+    load_tokens<kDim, kTokens, Shape::kThreads>(in, plane, shared);
     __syncthreads();
-    if (own_thread() == 0) ++in.plane;
-    const bool half = in.dtype == DType::kFloat16;
     if (in.rotated) {
       add_tokens<Shape, kDim>(shared, key, half, x);
     } else {
-      if constexpr (Shape::kMayBeKey) {
+      if constexpr (kMayBeKey) {
         if (key && half) multiply_keys<Shape, false>(shared, x);
         if (key && !half) multiply_keys<Shape, true>(shared, x);
       }
-      if constexpr (Shape::kMayBeValue) {
+      if constexpr (kMayBeValue) {
         if (!key && half) multiply_values<Shape, false>(shared, x);
         if (!key && !half) multiply_values<Shape, true>(shared, x);
       }
     }
     __syncthreads();
-  } while (in.dtype == DType::kFloat32 && in.plane < 3);
+  }
   constexpr float kNorm = orthonormal_scale(kDim);
   const float norm = in.rotated ? 1.f : kNorm;
 #pragma unroll
