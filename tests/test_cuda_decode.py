@@ -378,6 +378,17 @@ def test_window(several: Case, causal: bool, window: int) -> None:
     check(several, 2, [40, 3, 1, 2, 1], causal=causal, window_left=window)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [300, 2**31 - 4, 2**31 - 1, 2**40])
+def test_fault10_a_window_beyond_the_context_is_none(window: int, causal: bool) -> None:
+    # More query tokens than the first sequence is long: positions before its start.
+    case = Case(K4V2, [2, 300], kv_heads=2, dtype=torch.float16)
+    q = torch.randn(19, 4, 128).half()
+    want = decode(case, q, [15, 4], causal=causal)
+    got = decode(case, q, [15, 4], causal=causal, window_left=window)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
 @pytest.mark.parametrize("cap", [0.0, 0.5, 30.0])
 @pytest.mark.parametrize("window", [-1, 150])
 @pytest.mark.parametrize("sinks", [None, torch.float32, torch.float16])

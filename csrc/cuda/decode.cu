@@ -254,7 +254,8 @@ Status decode_attention(const DecodeParams& p) {
                                std::to_string(plan.stage_bytes) + " bytes");
   }
   plan.stages = std::min(room / (plan.teams * plan.stage_bytes), kMaxStages / kDecodeWarps);
-  plan.window = static_cast<int>(std::min(p.window_left, kMaxInt));
+  // One that hides nothing is none: positions before the first token would overflow with it.
+  plan.window = p.window_left >= p.max_seq_len ? -1 : static_cast<int>(p.window_left);
   plan.split_tiles = static_cast<int>(
       std::min(p.split_tokens, std::max<int64_t>(tiles_of(f, p.max_seq_len), 1) * f.group) /
       f.group);

@@ -42,7 +42,7 @@ class Feeder {
         const unsigned parity = (filled_ / plan_.stages - 1) & 1;
         if (filled_ == used) {
           device::barrier_wait(empty, parity);
-        } else if (!uniform(device::barrier_passed(empty, parity))) {
+        } else if (!__all_sync(device::kAllLanes, device::barrier_passed(empty, parity))) {
           return;
         }
       }
@@ -78,7 +78,7 @@ class Feeder {
 
  private:
   __device__ __forceinline__ static ItemPlace item(const Cursor& c) {
-    return {c.item_start, c.work.units, c.seq, c.head, c.row_block};
+    return {c.item_start, c.seq, c.head, c.row_block};
   }
 
   __device__ __forceinline__ void open(const Cursor& cursor) {
@@ -91,11 +91,10 @@ class Feeder {
     if (lane_ == 0) {
       shared_.cursor[team_] = cursor;
       if (is_last_piece_) {
-        const ItemPlace last = item(cursor);
         TeamShare& share = shared_.share[team_];
-        share.last = last;
         share.cut_at_end = plan_.split_tiles == 0 && !cursor.ends_item();
-        share.middle = share.cut_at_end && share.cut_at_begin && share.first.start == last.start;
+        share.middle =
+            share.cut_at_end && share.cut_at_begin && share.first.start == cursor.item_start;
       }
     }
     find(cursor);

@@ -30,7 +30,8 @@ struct JoinedColumn {
   float sum[2];
 };
 
-/// What any thread of the device wrote and made known, in shared memory or global.
+/// What any thread of the device wrote and made known, in shared memory or global. Every use is
+/// behind a barrier or a flag; between them the loads may be moved, so that many are under way.
 __device__ __forceinline__ float4 load_piece(const float4* at) {
   float4 v;
   asm volatile("ld.relaxed.gpu.v4.f32 {%0, %1, %2, %3}, [%4];"

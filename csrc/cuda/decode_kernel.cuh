@@ -44,7 +44,7 @@ __device__ __forceinline__ void ask_for(const void* data, int64_t bytes) {
 __device__ __forceinline__ void ask_for_inputs(const DecodeParams& p) {
   // Of two-dimensional arrays, from the first element to the last.
   const auto elements = [](int64_t rows, int64_t row_stride, int64_t cols, int64_t col_stride) {
-    return (rows - 1) * row_stride + (cols - 1) * col_stride + 1;
+    return cols == 0 ? 0 : (rows - 1) * row_stride + (cols - 1) * col_stride + 1;
   };
   ask_for(p.q, 2 * (elements(p.tokens, p.q_stride[0], p.q_heads, p.q_stride[1]) +
                     p.kv.format.head_dim - 1));
@@ -63,7 +63,7 @@ template <class Params>
 __device__ __forceinline__ void touch(const Params& params) {
   constexpr int kLine = 64;
   constexpr int kWords = kLine / static_cast<int>(sizeof(int));
-  constexpr int kLines = static_cast<int>(sizeof(Params)) / kLine;
+  constexpr int kLines = (static_cast<int>(sizeof(Params)) - 1) / kLine + 1;
   const int line = static_cast<int>(threadIdx.x) / kWarpLanes;
   if (line < kLines) asm volatile("" ::"r"(reinterpret_cast<const int*>(&params)[line * kWords]));
 }
@@ -163,7 +163,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
           const int next = wraps ? at - stage : at + 1;
           const bool told =
               plan.row_parts == 1 ||
-              uniform(device::barrier_passed(&shared.told[next], wraps ? parity ^ 1 : parity));
+              __all_sync(device::kAllLanes,
+                         device::barrier_passed(&shared.told[next], wraps ? parity ^ 1 : parity));
           if (told) {
             words.load(p, plan, rows_of(shared.piece[next]), lane);
             has_words = true;

@@ -277,9 +277,14 @@ struct Cursor {
       if (before + units > begin) break;
       before += units;
     }
-    const auto rest = static_cast<unsigned>(begin - before);
-    const unsigned item = rest / static_cast<unsigned>(work.units);
-    unit = static_cast<int>(rest % static_cast<unsigned>(work.units));
+    const int64_t rest = begin - before;
+    unsigned item;
+    if (rest >> 32 == 0) {  // a 64-bit division takes long
+      item = static_cast<unsigned>(rest) / static_cast<unsigned>(work.units);
+    } else {
+      item = static_cast<unsigned>(rest / work.units);
+    }
+    unit = static_cast<int>(rest - int64_t{item} * work.units);
     head = static_cast<int>(item / static_cast<unsigned>(work.row_blocks));
     row_block = static_cast<int>(item % static_cast<unsigned>(work.row_blocks));
     item_start = begin - unit;

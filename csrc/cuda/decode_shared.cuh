@@ -37,7 +37,6 @@ struct alignas(16) StagePiece {
 /// An item that a share has a part of.
 struct ItemPlace {
   int64_t start;  ///< number of its first unit
-  int units;
   int seq;
   int head;
   int row_block;
@@ -45,10 +44,9 @@ struct ItemPlace {
 
 /// What a team has of items that others have parts of too.
 struct TeamShare {
-  ItemPlace first;
-  ItemPlace last;
-  bool cut_at_begin;  ///< `first` began in the share before
-  bool cut_at_end;    ///< `last` goes on in the share behind
+  ItemPlace first;    ///< that the share begins in
+  bool cut_at_begin;  ///< it began in the share before
+  bool cut_at_end;    ///< the item that the share ends in goes on in the share behind
   bool middle;        ///< both, and they are the same item
 };
 

@@ -57,7 +57,6 @@ struct SoftmaxState {
   static constexpr int kTiles = kDim / kFragmentDim;
   /// float4 of a lane in memory.
   static constexpr int kVectors = kBlocks * (kTiles + 1);
-  static constexpr int kBytes = kVectors * kWarpLanes * static_cast<int>(sizeof(float4));
 
   float out[kBlocks][kTiles][4];
   float top[kBlocks][2];  ///< reference of the exponentials, base 2; -infinity: nothing seen yet
