@@ -225,7 +225,9 @@ def test_fault18_half_of_the_sequences_move_while_the_rest_decode():
         with after(side, None):
             decode(seqs, seed + 300)
         if DEVICE == "cuda":
-            assert all(s.records.is_pinned() and s.pages.is_pinned() for s in states.values())
+            # What is empty is never pinned.
+            copies = [x for s in states.values() for x in (s.records, s.pages) if x.numel()]
+            assert copies and all(x.is_pinned() for x in copies)
     moving.seal()
     for seq in seqs:
         assert same_state(still.export_sequence(seq), moving.export_sequence(name[seq]))

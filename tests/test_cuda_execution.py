@@ -131,14 +131,17 @@ def test_fault21_takes_no_memory(op: str) -> None:
     arguments = gpu.call(op)
     op_calls.run(op, arguments)
     gpu.synchronize()
-    free, _ = torch.cuda.mem_get_info()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    for _ in range(3):
-        op_calls.run(op, arguments)
-    gpu.synchronize()
-    after = torch.cuda.memory_stats()["allocation.all.allocated"]
-    assert after - before == 3 * ALLOCATING.get(op, 0)
-    assert torch.cuda.mem_get_info()[0] == free
+    taken = []
+    for _ in range(4):  # another process may take memory of the device meanwhile; a leak never rests
+        free, _ = torch.cuda.mem_get_info()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        for _ in range(3):
+            op_calls.run(op, arguments)
+        gpu.synchronize()
+        after = torch.cuda.memory_stats()["allocation.all.allocated"]
+        assert after - before == 3 * ALLOCATING.get(op, 0)
+        taken.append(free - torch.cuda.mem_get_info()[0])
+    assert 0 in taken, taken
 
 
 @pytest.mark.parametrize("op", OPS)

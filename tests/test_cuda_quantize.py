@@ -47,7 +47,8 @@ class Agreement:
     costs one code in 3,000.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_steps: int = 1) -> None:
+        self.most_steps = most_steps
         self.differing: dict[str, int] = {}
         self.codes: dict[str, int] = {}
         self.error = self.energy = 0.0
@@ -61,8 +62,8 @@ class Agreement:
         for side, bits in enumerate((fmt.key_bits, fmt.value_bits)):
             steps = (ours[4 * side].int() - theirs[4 * side].int()).abs()
             name = f"{'KV'[side]}{bits} g{fmt.group} D{fmt.head_dim}"
-            assert steps.max() <= 1, name
-            self.differing[name] = self.differing.get(name, 0) + int(steps.sum())
+            assert steps.max() <= self.most_steps, name
+            self.differing[name] = self.differing.get(name, 0) + int((steps > 0).sum())
             self.codes[name] = self.codes.get(name, 0) + steps.numel()
             # [N, Hkv, D, G] or [N, Hkv, G, D] -> [N, G, Hkv, D]
             same = (steps == 0).permute(0, 3, 1, 2) if side == 0 else (steps == 0).transpose(1, 2)
@@ -100,8 +101,12 @@ def test_quantize_equals_the_cpu(fit: str, iterations: int, bits: int, dtype: to
 @pytest.mark.parametrize("bits", [(2, 2), (4, 2), (4, 4), (8, 8)])
 @pytest.mark.parametrize("fit", ["unbiased", "minmax"])
 def test_quantize_equals_the_cpu_with_massive_tokens(fit: str, bits: tuple[int, int]) -> None:
-    """Where the guard takes another column scale than the normalization's."""
-    agreement = Agreement()
+    """Where the guard takes another column scale than the normalization's.
+
+    With 8 bits, a token scale and a zero point that round to other fp16 numbers, both for the
+    column scales' sake, move a code by two now and then.
+    """
+    agreement = Agreement(most_steps=2)
     for group, head_dim in itertools.product(GROUPS, HEAD_DIMS):
         fmt = format_of(bits, group, head_dim)
         key, value = uneven(fmt, 12, 2, seed=3)
@@ -431,7 +436,8 @@ def test_dead_and_massive_tokens_agree_with_the_cpu(bits: tuple[int, int], fit: 
             assert torch.equal(a.isnan(), b.isnan())
             live = x.isfinite().all(-1) & (x != 0).any(-1)
             a, b, x = a[live], b[live], x[live]
-            assert token_mse(a, x).mean() == pytest.approx(float(token_mse(b, x).mean()), rel=0.01)
+            # Rounds about as good as the best differ by a third in the column scales.
+            assert token_mse(a, x).mean() == pytest.approx(float(token_mse(b, x).mean()), rel=0.03)
 
 
 def by_records(records: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
