@@ -147,11 +147,27 @@ class Feeder {
       shared_.tile[at] = {next_, slot_, flags_ | (is_last ? kLastTile : 0) | (ended_ ? kEnd : 0)};
       if (plan_.row_parts > 1) device::barrier_arrive(&shared_.told[at]);
     }
-    if ((staged_ahead_ >> owner & 1) != 0) staged_ = next_;
+    if ((staged_ahead_ >> owner & 1) != 0) {
+      staged_ = next_;
+      ask_for_staged(owner);
+    }
     copy(owner, ring_ + stage_ * bytes_, &shared_.full[at]);
     ++next_;
     if (++stage_ == plan_.stages) stage_ = 0;
     flags_ &= ~kFirstTile;
+  }
+
+  /// Has the copy engine bring the owner's staged tile to L2, if its rows lie side by side.
+  __device__ __forceinline__ void ask_for_staged(int owner) const {
+    const Staging& pool = p_.kv.staging;
+    const int row_bytes = 2 * p_.kv.format.head_dim;
+    if (!plan_.staging_aligned || 2 * pool.stride[3] != row_bytes || lane_ != owner) return;
+    const Cursor& c = shared_.cursor[team_];
+    const auto* const page =
+        static_cast<const uint16_t*>(pool.data) + slot_ * pool.stride[0] + c.head * pool.stride[2];
+    const int rows = min(c.work.length - (next_ << plan_.group_shift), 1 << plan_.group_shift);
+    device::prefetch(page, rows * row_bytes);
+    device::prefetch(page + pool.stride[1], rows * row_bytes);
   }
 
   /// The record of the owner's tile, if it is one, to a stage.

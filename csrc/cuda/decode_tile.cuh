@@ -417,7 +417,7 @@ struct TileWorker {
     }
   }
 
-  /// A staged tile in global memory.
+  /// A staged tile in global memory, 16 tokens at a time.
   template <bool kBFloat16>
   __device__ __forceinline__ void staged(const RowPlace& place, int slot, int first_token) {
     set_basis(false);
@@ -434,13 +434,16 @@ struct TileWorker {
     uint64_t not_finite = 0;
     // Two parts of the query, see take_query(); with D = 256 there are no registers for that.
     const int parts = kBFloat16 && kDim < 256 && p.dtype == DType::kFloat16 ? 2 : 1;
+    constexpr int kAtOnce = device::channels_at_once(kDim, kBlocks);
+    constexpr bool kTogether = kAtOnce == kDim && kBlocks == 1;
+    int half = -1;
 #pragma unroll 1
-    for (int step = 0; step < group / kFragmentDim; ++step) {
-      // Tokens first + 8r and first + 8r + 1.
-      const int half = step / device::kHalfTiles * device::kHalfTokens;
-      const int token = token_of(step, lane);
-      const int first = token - lane / 4 * 8;
-      if (step % device::kHalfTiles == 0) {
+    for (int begin = any.begin / kFragmentDim * kFragmentDim; begin < any.end;
+         begin += kFragmentDim) {
+      const int token = begin + lane / 4 * 2;
+      const int first = token - token_of(0, lane);
+      if (begin / device::kHalfTokens * device::kHalfTokens != half) {
+        half = begin / device::kHalfTokens * device::kHalfTokens;
         // Tokens that some rows see and others do not: a value that is not finite must not meet the
         // 0 of those that do not. It makes the others NaN, and is left out.
         const int from = min(max(any.begin, half), half + device::kHalfTokens);
@@ -453,6 +456,12 @@ struct TileWorker {
         values.left_out = not_finite;
         values.left_out_from = half;
       }
+      device::StagedKeys<kAtOnce> key;
+      device::StagedValues<kAtOnce> value;
+      if (kTogether) {
+        key.load(keys, token, 0, lane);
+        value.load(values, token, 0, lane);
+      }
       float scores[kBlocks][1][4] = {};
 #pragma unroll 1
       for (int part = 0; part < parts; ++part) {
@@ -461,7 +470,11 @@ struct TileWorker {
           words.load(p, plan, place, lane);
           take_query(words, false, part);
         }
-        device::score_staged<kBFloat16>(keys, token, query, lane, scores);
+#pragma unroll
+        for (int channel = 0; channel < kDim; channel += kAtOnce) {
+          if (!kTogether) key.load(keys, token, channel, lane);
+          device::score_staged<kBFloat16>(key, channel, query, scores);
+        }
       }
       probabilities<false>(rows, visible, 1.f, p.logits_soft_cap, first_token + first, lane, scores,
                            state);
@@ -472,7 +485,11 @@ struct TileWorker {
             return (not_finite >> (token + i - half) & 1) != 0 ? __int_as_float(0x7fffffff) : 1.f;
           },
           operand);
-      device::sum_staged<kBFloat16>(values, token, operand, lane, state);
+#pragma unroll
+      for (int channel = 0; channel < kDim; channel += kAtOnce) {
+        if (!kTogether) value.load(values, token, channel, lane);
+        device::sum_staged<kBFloat16>(value, channel, operand, state);
+      }
     }
   }
 };

@@ -1,10 +1,11 @@
 // Attention over staged tokens, 16 at a time: rows of 16-bit pages, in the original basis, by one
 // warp.
 //
-// The same two products as for records (attention_records.cuh), with the same assignment of tokens
-// and channels to matrix rows, so that scores and sums lie in the same registers. Pages are read
-// from global memory straight into registers, 16 bytes a lane: a K row is an A operand as it is, of
-// V movmatrix makes one.
+// The same two products as for records (attention_records.cuh), with the same assignment of
+// channels to matrix rows, so that sums lie in the same registers; lane (r, t) has the scores of
+// tokens 2r and 2r + 1. Pages are read from L2, where the feeder has brought them, straight into
+// registers, 16 bytes a lane: a K row is an A operand as it is, of V movmatrix makes one. Values
+// are asked for before the keys are used, if the registers hold both: a wait a step, not two.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -53,76 +54,90 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
 }
 
 /// Channels whose loads are under way together: all, if the registers hold them.
-constexpr KVARN_HD int channels_at_once(int dim) { return dim == 256 ? 64 : dim; }
+constexpr KVARN_HD int channels_at_once(int dim, int blocks) {
+  return dim == 256 || blocks == 2 ? 64 : dim;
+}
 
-/// Scores of tokens 8r and 8r + 1 (from keys.data on), one tile of score_tiles.
-template <bool kBFloat16, int kDim, int kBlocks>
-__device__ __forceinline__ void score_staged(const StagedRows& keys, int token,
-                                             const QueryOperand<kDim, kBlocks>& q, int lane,
-                                             float (&scores)[kBlocks][1][4]) {
-  constexpr int kAtOnce = channels_at_once(kDim) / 32;
+/// A lane's channels 32c + 8t + 0..7 of the keys of tokens `token` and `token + 1`, its own.
+template <int kChannels>
+struct StagedKeys {
+  uint4 rows[kChannels / 32][2];
+
+  __device__ __forceinline__ void load(const StagedRows& from, int token, int channel, int lane) {
 #pragma unroll
-  for (int first = 0; first < kDim / 32; first += kAtOnce) {
-    uint4 even[kAtOnce], odd[kAtOnce];
+    for (int c = 0; c < kChannels / 32; ++c) {
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      even[i] = keys.load(token, 32 * (first + i) + lane % 4 * 8);
-      odd[i] = keys.load(token + 1, 32 * (first + i) + lane % 4 * 8);
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const uint32_t low[] = {even[i].x, odd[i].x, even[i].y, odd[i].y};
-      const uint32_t high[] = {even[i].z, odd[i].z, even[i].w, odd[i].w};
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        const uint32_t (&operand)[4] = q.b[b][first + i];
-        mma_m16n8k16<kBFloat16>(scores[b][0], low, operand[0], operand[1]);
-        mma_m16n8k16<kBFloat16>(scores[b][0], high, operand[2], operand[3]);
+      for (int i = 0; i < 2; ++i) {
+        rows[c][i] = from.load(token + i, channel + 32 * c + lane % 4 * 8);
       }
+    }
+  }
+};
+
+/// Channels 64c + 16t + 0..15 of their values.
+template <int kChannels>
+struct StagedValues {
+  uint4 rows[kChannels / 64][2][2];
+
+  __device__ __forceinline__ void load(const StagedRows& from, int token, int channel, int lane) {
+#pragma unroll
+    for (int c = 0; c < kChannels / 64; ++c) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        rows[c][i / 2][i % 2] =
+            from.load(token + i / 2, channel + 64 * c + lane % 4 * 16 + i % 2 * 8);
+      }
+    }
+  }
+};
+
+/// Adds what the channels from `channel` on have of the scores of 16 tokens.
+template <bool kBFloat16, int kChannels, int kDim, int kBlocks>
+__device__ __forceinline__ void score_staged(const StagedKeys<kChannels>& keys, int channel,
+                                             const QueryOperand<kDim, kBlocks>& q,
+                                             float (&scores)[kBlocks][1][4]) {
+#pragma unroll
+  for (int c = 0; c < kChannels / 32; ++c) {
+    const uint4(&pair)[2] = keys.rows[c];
+    const uint32_t low[] = {pair[0].x, pair[1].x, pair[0].y, pair[1].y};
+    const uint32_t high[] = {pair[0].z, pair[1].z, pair[0].w, pair[1].w};
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      const uint32_t (&operand)[4] = q.b[b][channel / 32 + c];
+      mma_m16n8k16<kBFloat16>(scores[b][0], low, operand[0], operand[1]);
+      mma_m16n8k16<kBFloat16>(scores[b][0], high, operand[2], operand[3]);
     }
   }
 }
 
-/// Adds the values of the same tokens to the state, which is in the original basis.
-template <bool kBFloat16, int kDim, int kBlocks>
-__device__ __forceinline__ void sum_staged(const StagedRows& values, int token,
-                                           const ProbabilityOperand<1, kBlocks>& p, int lane,
+/// Adds these channels of the values of the same tokens to the state, which is in the original
+/// basis.
+template <bool kBFloat16, int kChannels, int kDim, int kBlocks>
+__device__ __forceinline__ void sum_staged(const StagedValues<kChannels>& values, int channel,
+                                           const ProbabilityOperand<1, kBlocks>& p,
                                            SoftmaxState<kDim, kBlocks>& state) {
-  constexpr int kAtOnce = channels_at_once(kDim) / 64;
 #pragma unroll
-  for (int first = 0; first < kDim / 64; first += kAtOnce) {
-    // Lane (k, t) has channels 64c + 16t + 0..15 of tokens 8k and 8k + 1.
-    uint4 rows[kAtOnce][2][2];
+  for (int c = 0; c < kChannels / 64; ++c) {
+    uint32_t operand[2][8];  // [token][channel % 8]
 #pragma unroll
-    for (int c = 0; c < kAtOnce; ++c) {
+    for (int i = 0; i < 2; ++i) {
+      const uint4(&pair)[2] = values.rows[c][i];
+      const uint32_t low[] = {pair[0].x, pair[0].y, pair[0].z, pair[0].w};
+      const uint32_t high[] = {pair[1].x, pair[1].y, pair[1].z, pair[1].w};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        rows[c][i / 2][i % 2] =
-            values.load(token + i / 2, 64 * (first + c) + lane % 4 * 16 + i % 2 * 8);
+      for (int k = 0; k < 8; ++k) {
+        operand[i][k] =
+            transpose_8x8(__byte_perm(low[k / 2], high[k / 2], k % 2 == 0 ? 0x5410 : 0x7632));
       }
     }
 #pragma unroll
-    for (int c = 0; c < kAtOnce; ++c) {
-      uint32_t operand[2][8];  // [token][channel % 8]
+    for (int e = 0; e < 4; ++e) {
+      const uint32_t a[] = {operand[0][2 * e], operand[0][2 * e + 1], operand[1][2 * e],
+                            operand[1][2 * e + 1]};
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint4(&pair)[2] = rows[c][i];
-        const uint32_t low[] = {pair[0].x, pair[0].y, pair[0].z, pair[0].w};
-        const uint32_t high[] = {pair[1].x, pair[1].y, pair[1].z, pair[1].w};
-#pragma unroll
-        for (int k = 0; k < 8; ++k) {
-          operand[i][k] =
-              transpose_8x8(__byte_perm(low[k / 2], high[k / 2], k % 2 == 0 ? 0x5410 : 0x7632));
-        }
-      }
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const uint32_t a[] = {operand[0][2 * e], operand[0][2 * e + 1], operand[1][2 * e],
-                              operand[1][2 * e + 1]};
-#pragma unroll
-        for (int b = 0; b < kBlocks; ++b) {
-          mma_m16n8k16<kBFloat16>(state.out[b][4 * (first + c) + e], a, p.b[b][0][0], p.b[b][0][1]);
-        }
+      for (int b = 0; b < kBlocks; ++b) {
+        mma_m16n8k16<kBFloat16>(state.out[b][channel / 16 + 4 * c + e], a, p.b[b][0][0],
+                                p.b[b][0][1]);
       }
     }
   }

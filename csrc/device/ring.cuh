@@ -126,6 +126,13 @@ using RingCopy = BulkCopy;
 using RingCopy = LaneCopy;
 #endif
 
+/// Asks for lines in L2; an address and a number of bytes that are multiples of 16.
+__device__ __forceinline__ void prefetch(const void* global, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+#endif
+}
+
 /// A copy for addresses that are not multiples of 16; done when it returns.
 __device__ __forceinline__ void copy_bytes(uint8_t* shared, const uint8_t* global, int bytes,
                                            int lane) {
