@@ -246,7 +246,7 @@ Status decode_attention(const DecodeParams& p) {
   plan.rows_shift = shape.parts_shift + device::kBlockRowsShift + (shape.blocks - 1);
   plan.group_shift = f.group == 64 ? 6 : 7;
   plan.layout = record_layout(f);
-  plan.stage_bytes = plan.layout.bytes;
+  plan.stage_bytes = decode_stage_bytes(f);
   const int room = device.shared_of_block - kDecodeStaticBytes;
   plan.teams = std::min(kDecodeWarps / plan.row_parts, room / (2 * plan.stage_bytes));
   if (plan.teams < 1) {
@@ -259,6 +259,11 @@ Status decode_attention(const DecodeParams& p) {
   plan.split_tiles = static_cast<int>(
       std::min(p.split_tokens, std::max<int64_t>(tiles_of(f, p.max_seq_len), 1) * f.group) /
       f.group);
+  // By bytes. (Without a workspace an item must lie in one share.)
+  if (p.kv.staging.data != nullptr && plan.split_tiles == 0 && workspace.bytes() > 0) {
+    plan.staged_units =
+        (4u * static_cast<unsigned>(f.head_dim) << 16) / static_cast<unsigned>(plan.layout.bytes);
+  }
   plan.records_aligned = is_aligned(p.kv.cache.data) && are_aligned(p.kv.cache.stride, 1);
   plan.staging_aligned = is_aligned(p.kv.staging.data) && are_aligned(p.kv.staging.stride, 2);
   plan.q_aligned = is_aligned(p.q) && are_aligned(p.q_stride, 2);

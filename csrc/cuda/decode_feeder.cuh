@@ -12,13 +12,14 @@ namespace kvarn::cuda {
 class Feeder {
  public:
   __device__ __forceinline__ Feeder(const DecodeParams& p, const DecodePlan& plan,
-                                    DecodeShared& shared, uint8_t* ring, int stage_bytes, int team,
-                                    int lane)
+                                    DecodeShared& shared, uint8_t* ring, int stage_bytes,
+                                    int record_bytes, int team, int lane)
       : p_(p),
         plan_(plan),
         shared_(shared),
         ring_(ring),
-        bytes_(stage_bytes),
+        stage_bytes_(stage_bytes),
+        record_bytes_(record_bytes),
         team_(team),
         lane_(lane) {}
 
@@ -71,7 +72,7 @@ class Feeder {
   __device__ __forceinline__ void replace() {
     const int at = team_ * plan_.stages + stage_;
     if (lane_ == next_ - first_) shared_.tile[at] = {next_, -1, flags_};
-    copy(next_ - first_, ring_ + stage_ * bytes_, &shared_.full[at]);
+    copy(next_ - first_, ring_ + stage_ * stage_bytes_, &shared_.full[at]);
     ++next_;
     if (++stage_ == plan_.stages) stage_ = 0;
   }
@@ -135,7 +136,14 @@ class Feeder {
     if (next_ == found_) more();
     const int at = team_ * plan_.stages + stage_;
     const int owner = next_ - first_;
-    const bool is_last = next_ + 1 >= end_;
+    const bool is_staged = (staged_ahead_ >> owner & 1) != 0;
+    int tokens = 0;
+    if (is_staged) {
+      const int length = shared_.cursor[team_].work.length;
+      tokens = min(length - (next_ << plan_.group_shift), 1 << plan_.group_shift);
+    }
+    const bool is_whole = token_ + device::kStagedTokens >= tokens;  // with this stage
+    const bool is_last = is_whole && next_ + 1 >= end_;
     ended_ = is_last && is_last_piece_;
     __syncwarp();
     if (lane_ == owner) {
@@ -144,30 +152,47 @@ class Feeder {
         shared_.piece[at] = {c.seq,  c.head,       c.row_block,
                              c.unit, c.work.units, static_cast<int>(c.item_start)};
       }
-      shared_.tile[at] = {next_, slot_, flags_ | (is_last ? kLastTile : 0) | (ended_ ? kEnd : 0)};
+      shared_.tile[at] = {next_, is_staged ? token_ : -1,
+                          flags_ | (is_last ? kLastTile : 0) | (ended_ ? kEnd : 0)};
       if (plan_.row_parts > 1) device::barrier_arrive(&shared_.told[at]);
     }
-    if ((staged_ahead_ >> owner & 1) != 0) {
+    uint8_t* const stage = ring_ + stage_ * stage_bytes_;
+    if (is_staged) {
       staged_ = next_;
-      ask_for_staged(owner);
+      copy_staged(owner, tokens, stage, &shared_.full[at]);
+      token_ += device::kStagedTokens;
+    } else {
+      copy(owner, stage, &shared_.full[at]);
     }
-    copy(owner, ring_ + stage_ * bytes_, &shared_.full[at]);
-    ++next_;
+    if (is_whole) {
+      ++next_;
+      token_ = 0;
+    }
     if (++stage_ == plan_.stages) stage_ = 0;
     flags_ &= ~kFirstTile;
   }
 
-  /// Has the copy engine bring the owner's staged tile to L2, if its rows lie side by side.
-  __device__ __forceinline__ void ask_for_staged(int owner) const {
+  /// 16 tokens of the owner's tile, which is staged, to a stage: keys, then values. Rows that the
+  /// sequence does not have are not read.
+  __device__ __forceinline__ void copy_staged(int owner, int tokens, uint8_t* stage,
+                                              device::Barrier* full) {
     const Staging& pool = p_.kv.staging;
+    const int slot = __shfl_sync(device::kAllLanes, slot_, owner);
+    const int head = shared_.cursor[team_].head;
     const int row_bytes = 2 * p_.kv.format.head_dim;
-    if (!plan_.staging_aligned || 2 * pool.stride[3] != row_bytes || lane_ != owner) return;
-    const Cursor& c = shared_.cursor[team_];
-    const auto* const page =
-        static_cast<const uint16_t*>(pool.data) + slot_ * pool.stride[0] + c.head * pool.stride[2];
-    const int rows = min(c.work.length - (next_ << plan_.group_shift), 1 << plan_.group_shift);
-    device::prefetch(page, rows * row_bytes);
-    device::prefetch(page + pool.stride[1], rows * row_bytes);
+    const int rows = min(tokens - token_, device::kStagedTokens);
+    const auto* const keys = reinterpret_cast<const uint8_t*>(
+        static_cast<const uint16_t*>(pool.data) + slot * pool.stride[0] + head * pool.stride[2] +
+        token_ * pool.stride[3]);
+    const device::RowsCopy copy{keys, 2 * pool.stride[1], 2 * pool.stride[3], row_bytes, rows};
+    uint8_t* const values = stage + device::kStagedTokens * row_bytes;
+    if (plan_.staging_aligned) {
+      device::RingCopy::copy_rows(copy, stage, values, full, lane_);
+      return;
+    }
+    copy.by_elements(stage, values, lane_);
+    __syncwarp();
+    if (lane_ == 0) device::RingCopy::arrive_alone(full);
   }
 
   /// The record of the owner's tile, if it is one, to a stage.
@@ -175,7 +200,7 @@ class Feeder {
     if (device::RingCopy::kOneLane && plan_.records_aligned) {
       if (lane_ != owner) return;
       if (record_ != nullptr) {
-        device::RingCopy::copy(stage, record_, bytes_, full, 0);
+        device::RingCopy::copy(stage, record_, record_bytes_, full, 0);
       } else {
         device::RingCopy::arrive_alone(full);
       }
@@ -184,10 +209,10 @@ class Feeder {
     const auto* const from = reinterpret_cast<const uint8_t*>(
         __shfl_sync(device::kAllLanes, reinterpret_cast<unsigned long long>(record_), owner));
     if (from != nullptr && plan_.records_aligned) {
-      device::RingCopy::copy(stage, from, bytes_, full, lane_);
+      device::RingCopy::copy(stage, from, record_bytes_, full, lane_);
       return;
     }
-    if (from != nullptr) device::copy_bytes(stage, from, bytes_, lane_);
+    if (from != nullptr) device::copy_bytes(stage, from, record_bytes_, lane_);
     __syncwarp();
     if (lane_ == 0) device::RingCopy::arrive_alone(full);
   }
@@ -196,13 +221,15 @@ class Feeder {
   const DecodePlan& plan_;
   DecodeShared& shared_;
   uint8_t* const ring_;
-  const int bytes_;
+  const int stage_bytes_;
+  const int record_bytes_;
   const int team_;
   const int lane_;
   int filled_ = 0;  ///< stages so far, but for runs
   int stage_ = 0;   ///< to be filled next
   int begin_;       ///< of the piece
   int next_;        ///< tile
+  int token_ = 0;   ///< of it, if it is staged
   int first_;       ///< tiles first_ .. found_ - 1 have been looked up
   int found_;
   int end_;

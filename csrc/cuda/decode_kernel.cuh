@@ -7,9 +7,9 @@
 // A *team* of warps works through its share of all units (decode_plan.cuh), tile after tile; with
 // more query rows than one warp holds, the warps of a team share the bytes and divide the rows.
 // A ring of whole records in shared memory stands before each team; its first warp keeps it full
-// (decode_feeder.cuh). Staged tiles are read straight from global memory
-// (attention_staged.cuh). Items that lie in several shares are put together in the same launch
-// (decode_join.cuh); partial results are in the original basis.
+// (decode_feeder.cuh). Staged tiles pass it 16 tokens at a time (attention_staged.cuh). Items that
+// lie in several shares are put together in the same launch (decode_join.cuh); partial results are
+// in the original basis.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   touch(any_plan);
   const DecodeParams p = F::kUsual ? usual(params) : params;
   const DecodePlan plan = F::kUsual ? usual(any_plan) : any_plan;
-  const int stage_bytes = F::layout(plan).bytes;
+  const int stage_bytes = F::stage_bytes(plan);
 
   const int team = own_warp() >> plan.parts_shift;
   const int part = own_warp() & (plan.row_parts - 1);
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   worker.query_rotated = true;
   if (team < teams) {
     uint8_t* const ring = rings + team * plan.stages * stage_bytes;
-    Feeder feeder(p, plan, shared, ring, stage_bytes, team, lane);
+    Feeder feeder(p, plan, shared, ring, stage_bytes, F::layout(plan).bytes, team, lane);
     const auto piece = [&]() -> StagePiece& { return shared.current[own_warp()]; };
     const auto rows_of = [&](const StagePiece& of) {
       return RowPlace(p, plan, of.seq, of.head, of.row_block, part, kBlocks * device::kBlockRows);
@@ -143,8 +143,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
         __syncwarp();
         tile = shared.tile[at];
         tile.flags = uniform(tile.flags);
-        tile.slot = uniform(tile.slot);
-        const bool is_record = tile.slot < 0;
+        tile.token = uniform(tile.token);
+        const bool is_record = tile.token < 0;
         if (tile.flags & kFirstTile) {
           StagePiece& current = piece();
           if (lane == 0) current = shared.piece[at];
@@ -178,21 +178,24 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
         }
       }
       const bool in_run = run > 0;
-      const int first_token = tile.tile << plan.group_shift;
+      const bool is_record = tile.token < 0;
+      const int first_token = (tile.tile << plan.group_shift) + max(tile.token, 0);
+      const int tokens = is_record ? F::format(p).group : device::kStagedTokens;
       bool seen = in_run;
       bool all_see = in_run;
       if (!in_run) {
         // Other warps of the team may see of it what this one does not.
-        seen = !(tile.flags & kNoTile) && worker.sees(first_token);
-        all_see = worker.all_see(first_token);
+        seen = !(tile.flags & kNoTile) && worker.sees(first_token, tokens);
+        all_see = worker.all_see(first_token, tokens);
       }
       device::barrier_wait(&shared.full[at], parity);
-      if (seen && tile.slot < 0) {
-        worker.record(place, ring + stage * stage_bytes, first_token, all_see);
+      const uint8_t* const data = ring + stage * stage_bytes;
+      if (seen && is_record) {
+        worker.record(place, data, first_token, all_see);
       } else if (seen && p.kv.staging.dtype == DType::kFloat16) {
-        worker.template staged<false>(place(), tile.slot, first_token);
+        worker.template staged<false>(place, data, first_token, all_see);
       } else if (seen) {
-        worker.template staged<true>(place(), tile.slot, first_token);
+        worker.template staged<true>(place, data, first_token, all_see);
       }
       __syncwarp();
       if (in_run) {

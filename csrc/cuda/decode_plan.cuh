@@ -14,7 +14,8 @@
 
 #include <cstdint>
 
-#include "device/softmax.cuh"
+#include "device/attention_staged.cuh"
+#include "kvarn/layout.h"
 #include "kvarn/ops.h"
 
 namespace kvarn::cuda {
@@ -37,6 +38,13 @@ __device__ __forceinline__ int own_warp() {
   return uniform(static_cast<int>(thread / kWarpLanes));
 }
 
+/// A stage of a ring holds a record or 16 staged tokens.
+constexpr KVARN_HD int decode_stage_bytes(const Format& format) {
+  const int staged = device::staged_bytes(format.head_dim);
+  const int record = record_layout(format).bytes;
+  return record > staged ? record : staged;
+}
+
 /// What the host adds to the params.
 struct DecodePlan {
   int heads_per_kv;
@@ -50,6 +58,7 @@ struct DecodePlan {
   uint64_t inverse_shares;  ///< see Division
   int window;               ///< window_left; -1: none
   int split_tiles;          ///< 0: units are tiles
+  unsigned staged_units;    ///< 2^16 units a token of an open tile; 0: each tile is one unit
   bool records_aligned;
   bool staging_aligned;
   bool q_aligned;
@@ -100,7 +109,8 @@ struct SequenceWork {
   int first_tile;  ///< that any query sees
   int end_tile;
   int unit_tiles;
-  int units;  ///< of an item: at least one, or its output would not be written
+  int units;  ///< of an item: at least one, or its output would not be written; the last tile may
+              ///< count as several, and be done with the first of them
   int row_blocks;
 
   __device__ __forceinline__ int64_t items(int kv_heads) const {
@@ -125,6 +135,11 @@ __device__ __forceinline__ SequenceWork sequence_work(const DecodeParams& p, con
   w.end_tile = (w.length + group - 1) >> plan.group_shift;
   w.unit_tiles = 1;
   w.units = w.end_tile - w.first_tile;
+  // The open tile is staged, and takes the time of several records.
+  const auto open_tokens = static_cast<unsigned>(w.length & (group - 1));
+  if (w.units > 0 && open_tokens != 0) {
+    w.units += max(static_cast<int>((open_tokens * plan.staged_units + (1u << 15)) >> 16) - 1, 0);
+  }
   if (plan.split_tiles > 0) {
     const int splits = (w.end_tile + plan.split_tiles - 1) / plan.split_tiles;
     w.unit_tiles = plan.split_tiles * max((splits + kMaxSplits - 1) / kMaxSplits, 1);
@@ -320,6 +335,7 @@ struct Cursor {
     const int origin = work.first_tile / work.unit_tiles + unit;
     tile = max(work.first_tile, origin * work.unit_tiles);
     tile_end = min(work.end_tile, (origin + count) * work.unit_tiles);
+    tile = min(tile, tile_end);
     if (work.row_blocks == 1) return;
     const int rows = 1 << plan.rows_shift;
     const int last_row = min((row_block + 1) * rows, work.queries * plan.heads_per_kv) - 1;

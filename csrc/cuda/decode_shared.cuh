@@ -8,17 +8,17 @@
 
 namespace kvarn::cuda {
 
-/// What a stage of a ring holds.
+/// What a stage of a ring holds: the record of a tile, or 16 of its tokens.
 struct alignas(16) StageTile {
-  int tile;  ///< of the sequence
-  int slot;  ///< staging slot, -1: the record is in the stage
+  int tile;   ///< of the sequence
+  int token;  ///< of the tile, the first of 16 staged ones; -1: it is the record
   int flags;
 };
 
 enum StageFlags : int {
-  kEnd = 1,        ///< the last tile of the share
-  kFirstTile = 2,  ///< of a piece
-  kLastTile = 4,
+  kEnd = 1,         ///< the last tile of the share
+  kFirstTile = 2,   ///< of a piece (its first 16 tokens, if it is staged)
+  kLastTile = 4,    ///< (its last)
   kBeginsItem = 8,  ///< the piece has the first unit of its item
   kEndsItem = 16,   ///< and the last
   kNoTile = 32,     ///< the piece has no tiles

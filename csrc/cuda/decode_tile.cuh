@@ -1,5 +1,4 @@
-// Attention of a warp's rows over one tile: a record in shared memory, or staged tokens in global
-// memory.
+// Attention of a warp's rows over a record, or over 16 staged tokens, in shared memory.
 #pragma once
 
 #include <cstdint>
@@ -157,6 +156,9 @@ struct StaticFormat {
   __device__ __forceinline__ static constexpr RecordLayout layout(const DecodePlan&) {
     return record_layout(kFormat);
   }
+  __device__ __forceinline__ static constexpr int stage_bytes(const DecodePlan&) {
+    return decode_stage_bytes(kFormat);
+  }
 };
 
 /// Calls fn with bits as a std::integral_constant.
@@ -188,6 +190,9 @@ struct AnyFormat {
   __device__ __forceinline__ static RecordLayout layout(const DecodePlan& plan) {
     return plan.layout;
   }
+  __device__ __forceinline__ static int stage_bytes(const DecodePlan& plan) {
+    return plan.stage_bytes;
+  }
 };
 
 /// Attention over one tile by one warp.
@@ -216,16 +221,15 @@ struct TileWorker {
     rotated = to_rotated;
   }
 
-  /// Whether any row sees anything of a tile.
-  __device__ __forceinline__ bool sees(int first_token) const {
-    return first_token < rows.seen.any.end &&
-           first_token + F::format(p).group > rows.seen.any.begin;
+  /// Whether any row sees any of so many tokens.
+  __device__ __forceinline__ bool sees(int first_token, int count) const {
+    return first_token < rows.seen.any.end && first_token + count > rows.seen.any.begin;
   }
 
-  /// Whether all rows see all of it, and nothing bends the scores.
-  __device__ __forceinline__ bool all_see(int first_token) const {
-    return first_token >= rows.seen.all.begin &&
-           first_token + F::format(p).group <= rows.seen.all.end && p.logits_soft_cap == 0.f;
+  /// Whether all rows see all of them, and nothing bends the scores.
+  __device__ __forceinline__ bool all_see(int first_token, int count) const {
+    return first_token >= rows.seen.all.begin && first_token + count <= rows.seen.all.end &&
+           p.logits_soft_cap == 0.f;
   }
 
   /// 16-bit scales of the tokens of a record.
@@ -417,80 +421,58 @@ struct TileWorker {
     }
   }
 
-  /// A staged tile in global memory, 16 tokens at a time.
-  template <bool kBFloat16>
-  __device__ __forceinline__ void staged(const RowPlace& place, int slot, int first_token) {
+  /// 16 staged tokens in shared memory; place(): a RowPlace. plain: all_see().
+  template <bool kBFloat16, class Place>
+  __device__ __forceinline__ void staged(const Place& place, const uint8_t* at, int first_token,
+                                         bool plain) {
+    using device::kStagedTokens;
     set_basis(false);
-    const Staging& pool = p.kv.staging;
-    const int group = p.kv.format.group;
-    const int64_t base = slot * pool.stride[0] + place.head * pool.stride[2];
-    const Visible any = {max(rows.seen.any.begin - first_token, 0),
-                         min(rows.seen.any.end - first_token, group)};
-    const device::StagedRows keys = {static_cast<const uint16_t*>(pool.data) + base, pool.stride[3],
-                                     any.begin, any.end, plan.staging_aligned};
-    device::StagedRows values = keys;
-    values.data += pool.stride[1];
-    const RowsVisible<kBlocks> visible = place.template rows_visible<kBlocks>(p, plan, lane);
-    uint64_t not_finite = 0;
+    const auto tokens_of = [&](const Visible& seen) {
+      const int begin = min(max(seen.begin - first_token, 0), kStagedTokens);
+      const int end = min(max(seen.end - first_token, begin), kStagedTokens);
+      return (1u << end) - (1u << begin);
+    };
+    const uint8_t* const values = at + device::staged_bytes(kDim) / 2;
+    unsigned kept = (1u << kStagedTokens) - 1;
+    unsigned not_finite = 0;
+    RowsVisible<kBlocks> visible;
+    if (plain) {
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        visible.row[b][0] = visible.row[b][1] = {first_token, first_token + kStagedTokens};
+      }
+    } else {
+      visible = place().template rows_visible<kBlocks>(p, plan, lane);
+      // Tokens that some rows see and others do not: a value that is not finite must not meet the 0
+      // of those that do not. It makes the others NaN, and is left out.
+      kept = tokens_of(rows.seen.any);
+      const unsigned some = kept & ~tokens_of(rows.seen.all);
+      if (some != 0) not_finite = device::find_not_finite<kBFloat16, kDim>(values, some, lane);
+      kept &= ~not_finite;
+    }
+    const int token = lane / 4 * 2;
+    const int first = first_token + token - token_of(0, lane);  // as if it were that of a record
+    float scores[kBlocks][1][4] = {};
     // Two parts of the query, see take_query(); with D = 256 there are no registers for that.
     const int parts = kBFloat16 && kDim < 256 && p.dtype == DType::kFloat16 ? 2 : 1;
-    constexpr int kAtOnce = device::channels_at_once(kDim, kBlocks);
-    constexpr bool kTogether = kAtOnce == kDim && kBlocks == 1;
-    int half = -1;
 #pragma unroll 1
-    for (int begin = any.begin / kFragmentDim * kFragmentDim; begin < any.end;
-         begin += kFragmentDim) {
-      const int token = begin + lane / 4 * 2;
-      const int first = token - token_of(0, lane);
-      if (begin / device::kHalfTokens * device::kHalfTokens != half) {
-        half = begin / device::kHalfTokens * device::kHalfTokens;
-        // Tokens that some rows see and others do not: a value that is not finite must not meet the
-        // 0 of those that do not. It makes the others NaN, and is left out.
-        const int from = min(max(any.begin, half), half + device::kHalfTokens);
-        const int to = max(min(any.end, half + device::kHalfTokens), from);
-        const int all_from = min(max(rows.seen.all.begin - first_token, from), to);
-        const int all_to = max(min(rows.seen.all.end - first_token, to), all_from);
-        values.left_out = 0;
-        not_finite = device::find_not_finite<kBFloat16, kDim>(values, half, from, all_from, lane) |
-                     device::find_not_finite<kBFloat16, kDim>(values, half, all_to, to, lane);
-        values.left_out = not_finite;
-        values.left_out_from = half;
+    for (int part = 0; part < parts; ++part) {
+      if (kBFloat16 && kDim < 256 && parts > 1) {
+        QueryWords<kDim, kBlocks> words;
+        words.load(p, plan, place(), lane);
+        take_query(words, false, part);
       }
-      device::StagedKeys<kAtOnce> key;
-      device::StagedValues<kAtOnce> value;
-      if (kTogether) {
-        key.load(keys, token, 0, lane);
-        value.load(values, token, 0, lane);
-      }
-      float scores[kBlocks][1][4] = {};
-#pragma unroll 1
-      for (int part = 0; part < parts; ++part) {
-        if (kBFloat16 && kDim < 256 && parts > 1) {
-          QueryWords<kDim, kBlocks> words;
-          words.load(p, plan, place, lane);
-          take_query(words, false, part);
-        }
-#pragma unroll
-        for (int channel = 0; channel < kDim; channel += kAtOnce) {
-          if (!kTogether) key.load(keys, token, channel, lane);
-          device::score_staged<kBFloat16>(key, channel, query, scores);
-        }
-      }
-      probabilities<false>(rows, visible, 1.f, p.logits_soft_cap, first_token + first, lane, scores,
-                           state);
-      device::ProbabilityOperand<1, kBlocks> operand;
-      pack_probabilities<false, kBFloat16>(
-          scores, visible, first_token + first, lane,
-          [&](int, int i) {
-            return (not_finite >> (token + i - half) & 1) != 0 ? __int_as_float(0x7fffffff) : 1.f;
-          },
-          operand);
-#pragma unroll
-      for (int channel = 0; channel < kDim; channel += kAtOnce) {
-        if (!kTogether) value.load(values, token, channel, lane);
-        device::sum_staged<kBFloat16>(value, channel, operand, state);
-      }
+      device::score_staged<kBFloat16>(at, query, lane, scores);
     }
+    probabilities<false>(rows, visible, 1.f, p.logits_soft_cap, first, lane, scores, state);
+    device::ProbabilityOperand<1, kBlocks> operand;
+    pack_probabilities<false, kBFloat16>(
+        scores, visible, first, lane,
+        [&](int, int i) {
+          return (not_finite >> (token + i) & 1) != 0 ? __int_as_float(0x7fffffff) : 1.f;
+        },
+        operand);
+    device::sum_staged<kBFloat16>(values, kept, operand, lane, state);
   }
 };
 

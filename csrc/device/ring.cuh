@@ -72,6 +72,26 @@ __device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) 
 #endif
 }
 
+/// Rows of keys and of values that lie apart, to be put side by side.
+struct RowsCopy {
+  const uint8_t* keys;
+  int64_t to_values;  ///< bytes
+  int64_t stride;     ///< of rows
+  int row_bytes;
+  int rows;
+
+  /// For addresses that are not multiples of 16; done when it returns.
+  __device__ __forceinline__ void by_elements(uint8_t* key, uint8_t* value, int lane) const {
+    const int row_elements = row_bytes / 2;
+#pragma unroll 1
+    for (int i = lane; i < rows * row_elements; i += kWarpLanes) {
+      const uint8_t* const from = keys + i / row_elements * stride + i % row_elements * 2;
+      reinterpret_cast<uint16_t*>(key)[i] = *reinterpret_cast<const uint16_t*>(from);
+      reinterpret_cast<uint16_t*>(value)[i] = *reinterpret_cast<const uint16_t*>(from + to_values);
+    }
+  }
+};
+
 /// The copy engine: one lane copies.
 struct BulkCopy {
   static constexpr bool kOneLane = true;
@@ -80,23 +100,46 @@ struct BulkCopy {
   __device__ __forceinline__ static void copy(uint8_t* shared, const uint8_t* global, int bytes,
                                               Barrier* barrier, int lane) {
     if (lane != 0) return;
-    const uint32_t address = shared_address(barrier);
-    asm volatile(
-        "{\n"
-        ".reg .b64 state;\n"
-        "mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n"
-        "}" ::"r"(address),
-        "r"(bytes)
-        : "memory");
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-            "r"(shared_address(shared)),
-        "l"(global), "r"(bytes), "r"(address)
-        : "memory");
+    expect(bytes, barrier);
+    start(shared, global, bytes, barrier);
+  }
+
+  /// All lanes: one copies all rows of keys or of values that lie side by side, or each lane one.
+  __device__ __forceinline__ static void copy_rows(const RowsCopy& from, uint8_t* keys,
+                                                   uint8_t* values, Barrier* barrier, int lane) {
+    if (lane == 0) expect(2 * from.rows * from.row_bytes, barrier);
+    __syncwarp();
+    const bool together = from.stride == from.row_bytes;
+    const int row = lane / 2;
+    if (row >= (together ? 1 : from.rows)) return;
+    const bool is_value = lane % 2 != 0;
+    start((is_value ? values : keys) + row * from.row_bytes,
+          from.keys + (is_value ? from.to_values : 0) + row * from.stride,
+          together ? from.rows * from.row_bytes : from.row_bytes, barrier);
   }
 
   /// In place of a copy: one lane.
   __device__ __forceinline__ static void arrive_alone(Barrier* barrier) { barrier_arrive(barrier); }
+
+ private:
+  __device__ __forceinline__ static void expect(int bytes, Barrier* barrier) {
+    asm volatile(
+        "{\n"
+        ".reg .b64 state;\n"
+        "mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n"
+        "}" ::"r"(shared_address(barrier)),
+        "r"(bytes)
+        : "memory");
+  }
+
+  __device__ __forceinline__ static void start(uint8_t* shared, const uint8_t* global, int bytes,
+                                               Barrier* barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(shared_address(shared)),
+        "l"(global), "r"(bytes), "r"(shared_address(barrier))
+        : "memory");
+  }
 };
 
 /// Every lane copies its pieces of 16 bytes.
@@ -110,13 +153,28 @@ struct LaneCopy {
     for (int i = 16 * lane; i < bytes; i += 16 * kWarpLanes) {
       copy_async_16(shared + i, global + i);
     }
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier))
-                 : "memory");
-    if (lane == 0) barrier_arrive(barrier);
+    arrive(barrier, lane);
+  }
+
+  __device__ __forceinline__ static void copy_rows(const RowsCopy& from, uint8_t* keys,
+                                                   uint8_t* values, Barrier* barrier, int lane) {
+    for (int i = 16 * lane; i < from.rows * from.row_bytes; i += 16 * kWarpLanes) {
+      const uint8_t* const key = from.keys + i / from.row_bytes * from.stride + i % from.row_bytes;
+      copy_async_16(keys + i, key);
+      copy_async_16(values + i, key + from.to_values);
+    }
+    arrive(barrier, lane);
   }
 
   __device__ __forceinline__ static void arrive_alone(Barrier* barrier) {
     for (int i = 0; i < kArrivals; ++i) barrier_arrive(barrier);
+  }
+
+ private:
+  __device__ __forceinline__ static void arrive(Barrier* barrier, int lane) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier))
+                 : "memory");
+    if (lane == 0) barrier_arrive(barrier);
   }
 };
 
@@ -125,13 +183,6 @@ using RingCopy = BulkCopy;
 #else
 using RingCopy = LaneCopy;
 #endif
-
-/// Asks for lines in L2; an address and a number of bytes that are multiples of 16.
-__device__ __forceinline__ void prefetch(const void* global, int bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
-#endif
-}
 
 /// A copy for addresses that are not multiples of 16; done when it returns.
 __device__ __forceinline__ void copy_bytes(uint8_t* shared, const uint8_t* global, int bytes,
