@@ -92,6 +92,27 @@ class Packed:
         used = -(-self.lengths[sequence] // self.fmt.group)
         return self.tables[set_number, sequence, :used].long() % self.records.shape[0]
 
+    def stage(self, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
+        """``count`` blocks of each sequence in 16 bits, as a cache has them: its last, its first,
+        and those before its last. The staging pool ``[slots, 2, Hkv, G, D]``, with what the records
+        read as, ``block_slot`` int32 ``[blocks]``, and the bytes that must be read of a set: the
+        other records, and of these blocks the tokens there are."""
+        fmt = self.fmt
+        slot = torch.full((len(self.cache),), -1, dtype=torch.int32, device=self.device)
+        num_bytes, staged = self.record_bytes, []
+        for b, length in enumerate(self.lengths):
+            blocks = -(-length // fmt.group)
+            chosen = [blocks - 1, 0, *range(blocks - 2, 0, -1)][: min(count, blocks)]
+            staged.append(self.tables[:, b, chosen].flatten())
+            tokens = sum(min(length - i * fmt.group, fmt.group) for i in chosen)
+            num_bytes += self.kv_heads * (
+                4 * fmt.head_dim * tokens - len(chosen) * fmt.record_bytes
+            )
+        ids = torch.cat(staged).long()
+        slot[ids] = torch.arange(len(ids), dtype=torch.int32, device=self.device)
+        tiles = torch.stack(self.tiles(dtype), 1).movedim(3, 2)  # [tiles, 2, Hkv, G, D]
+        return tiles[ids % len(self.records)], slot, num_bytes
+
     def pages(self, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Set 0 as a plain paged cache: key and value ``[pages, size, Hkv, D]`` in random order,
         and int64 page ids of each sequence. ``size`` divides G or is a multiple of it."""

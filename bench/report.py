@@ -132,7 +132,7 @@ def _plain_decode(row: Row) -> bool:
         and case["group_size"] == 4
         and case["head_dim"] == 128
         and case["query_tokens"] == 1
-        and not {"split_tokens", "kv_heads"} & set(case)
+        and not {"split_tokens", "kv_heads", "staged_tiles"} & set(case)
     )
 
 
@@ -320,7 +320,11 @@ def query_tokens_plot(found: dict[str, Run]) -> Plot | None:
     lines: dict[str, dict[int, float]] = {}
     for row in _attention_rows(found):
         case = row["case"]
-        if row["format"] == Format.presets()[0] and not {"split_tokens", "kv_heads"} & set(case):
+        if row["format"] == Format.presets()[0] and not {
+            "split_tokens",
+            "kv_heads",
+            "staged_tiles",
+        } & set(case):
             rest = f"batch {case['batch']}, context {case['context']}, group {case['group_size']}"
             if case["head_dim"] == 128:
                 lines.setdefault(rest, {})[case["query_tokens"]] = row["time_us"]

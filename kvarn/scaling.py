@@ -356,6 +356,7 @@ def is_fitted(row: dict[str, Any]) -> bool:
         case["query_tokens"] == 1
         and case["head_dim"] == 128
         and "split_tokens" not in case
+        and "staged_tiles" not in case
         and "kv_heads" not in case
         and "bytes_16bit" in row
     )

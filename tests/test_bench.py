@@ -60,10 +60,11 @@ def fast(monkeypatch):
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """The program with `TINY` instead of its cases, two of decode_attention."""
+    """The program with `TINY` instead of its cases, three of decode_attention."""
     cases = {op: [case] for op, case in TINY.items()}
     ragged = {**TINY["decode_attention"], "context": "1-300", "split_tokens": 64}
-    cases["decode_attention"].append(ragged)
+    staged = {**TINY["decode_attention"], "context": 190, "staged_tiles": 2}
+    cases["decode_attention"] += [ragged, staged]
     for routine in ROUTINES.values():
         monkeypatch.setattr(type(routine), "cases", lambda self, *_: cases[self.op])
 
@@ -93,9 +94,10 @@ def test_the_cases_of_the_design():
         (1, 8192), (1, 32768), (1, 131072), (8, 16384), (32, 8192), (64, 16384), (128, 4096),
         (256, 2048), (64, "1-32768"),
     ]  # fmt: skip
-    assert plain == {(b, n, g) for b, n in shapes for g in (4, 8)}
+    more = {(64, 16384, g) for g in (1, 7, 16)}
+    assert plain == {(b, n, g) for b, n in shapes for g in (4, 8)} | more
     assert {c["query_tokens"] for c in cases} >= {1, 2, 4, 8, 16}
-    assert any("split_tokens" in c for c in cases)
+    assert any("split_tokens" in c for c in cases) and any("staged_tiles" in c for c in cases)
     assert {(c["kv_heads"], c["group_size"]) for c in cases if "kv_heads" in c} == {
         (8, 4), (4, 8), (2, 8),
     }  # fmt: skip
@@ -351,8 +353,8 @@ def test_a_run(tiny, tmp_path, capsys):
     assert {"cpu", "threads", "isa", "torch", "commit", "date", "ceiling_gbps"} < set(saved)
     rows = saved["rows"]
     assert {row["op"] for row in rows} == set(TINY)
-    assert len(rows) == len(TINY) + 1
-    assert "[1/14] hadamard_transform shape 6x64" in printed.err
+    assert len(rows) == len(TINY) + 2
+    assert "[1/15] hadamard_transform shape 6x64" in printed.err
     for op in TINY:
         assert f"\n{op} (" in "\n" + printed.out
     attention = [row for row in rows if row["op"] == "decode_attention"]

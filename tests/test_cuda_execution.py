@@ -132,7 +132,9 @@ def test_fault21_takes_no_memory(op: str) -> None:
     op_calls.run(op, arguments)
     gpu.synchronize()
     taken = []
-    for _ in range(4):  # another process may take memory of the device meanwhile; a leak never rests
+    for _ in range(
+        4
+    ):  # another process may take memory of the device meanwhile; a leak never rests
         free, _ = torch.cuda.mem_get_info()
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         for _ in range(3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -37,7 +38,15 @@ class _Routine:
         shape = (len(lengths) * count, kv_heads * case["group_size"], fmt.head_dim)
         problem = Attention(packed, torch.randn(shape, device=device).to(dtype), count)
         out = torch.full_like(problem.q, math.nan)
-        options = {"max_seq_len": max(lengths), "split_tokens": case.get("split_tokens")}
+        options: dict[str, Any] = {
+            "max_seq_len": max(lengths),
+            "split_tokens": case.get("split_tokens"),
+        }
+        num_bytes = packed.record_bytes
+        if "staged_tiles" in case:
+            options["staging"], options["block_slot"], num_bytes = packed.stage(
+                case["staged_tiles"], dtype
+            )
         if count > 1:
             starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=device)
             options["cu_query_lens"] = starts * count
@@ -62,7 +71,7 @@ class _Routine:
             calls=calls,
             error=error,
             max_error=2e-5 if dtype is torch.float32 else 2e-3,
-            bytes=packed.record_bytes,
+            bytes=num_bytes,
             ceiling="read",
             flops=problem.flops,
             bytes_16bit=packed.bytes_16bit,
@@ -100,6 +109,7 @@ def _cpu_cases() -> list[Case]:
         *(_case(1, 16384, query_tokens=n) for n in (2, 4, 8)),
         *(_case(1, 16384, head_dim=d) for d in (64, 256)),
         _case(8, 2048, split_tokens=1024),
+        _case(8, 2040, staged_tiles=2),
     ]
 
 
@@ -111,7 +121,10 @@ def _cuda_cases() -> list[Case]:
     return [
         *(_case(b, n, g) for b, n in shapes for g in (4, 8)),
         *(_case(8, 16384, g, query_tokens=n) for g in (4, 8) for n in (2, 3, 4, 8, 16)),
-        *(_case(32, 8192, head_dim=d) for d in (64, 256)),
+        *(_case(64, 16384, g, query_tokens=n) for g, n in [(8, 2), (8, 4), (8, 8)]),
+        *(_case(b, n, g) for b, n, g in [(64, 16384, 1), (64, 16384, 7), (64, 16384, 16)]),
+        *(_case(64, 16384, head_dim=d) for d in (64, 256)),
+        *(_case(64, n, staged_tiles=k) for n, k in [(8128, 1), (16320, 1), (16320, 3)]),
         *(_case(b, n, split_tokens=2048) for b, n in [(8, 16384), (64, 16384), (64, "1-32768")]),
         *(_case(32, n, **model) for n in (4096, 16384) for model in MODELS),
     ]
