@@ -189,6 +189,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
         all_see = worker.all_see(first_token, tokens);
       }
       device::barrier_wait(&shared.full[at], parity);
+      if (seen) worker.set_basis(is_record);  // here for all: it is a lot of code
       const uint8_t* const data = ring + stage * stage_bytes;
       if (seen && is_record) {
         worker.record(place, data, first_token, all_see);

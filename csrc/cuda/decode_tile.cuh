@@ -296,11 +296,11 @@ struct TileWorker {
                                 start);
   }
 
-  /// A record in shared memory; place(): a RowPlace. plain: all_see().
+  /// A record in shared memory, with the state in the rotated basis; place(): a RowPlace. plain:
+  /// all_see().
   template <class Place>
   __device__ __forceinline__ void record(const Place& place, const uint8_t* at, int first_token,
                                          bool plain) {
-    set_basis(true);
     constexpr int kTokens = kRowTiles * kFragmentDim;
     const RecordLayout layout = F::layout(plan);
     const Format format = F::format(p);
@@ -421,12 +421,11 @@ struct TileWorker {
     }
   }
 
-  /// 16 staged tokens in shared memory; place(): a RowPlace. plain: all_see().
+  /// 16 staged tokens in shared memory, with the state in the original basis.
   template <bool kBFloat16, class Place>
   __device__ __forceinline__ void staged(const Place& place, const uint8_t* at, int first_token,
                                          bool plain) {
     using device::kStagedTokens;
-    set_basis(false);
     const auto tokens_of = [&](const Visible& seen) {
       const int begin = min(max(seen.begin - first_token, 0), kStagedTokens);
       const int end = min(max(seen.end - first_token, begin), kStagedTokens);
