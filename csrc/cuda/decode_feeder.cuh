@@ -33,33 +33,36 @@ class Feeder {
     open(cursor);
   }
 
-  /// Fills all stages that are free. used: how many the warp itself has used up; it goes on to the
-  /// next, which will have been filled.
-  __device__ __forceinline__ void fill(int used) {
-    while (!ended_ && filled_ < used + plan_.stages) {
+  /// Fills all stages that are free. The warp itself goes on to the next stage it has not used up,
+  /// which will have been filled.
+  __device__ __forceinline__ void fill() {
+    while ((flags_ & kEnd) == 0 && ahead_ < plan_.stages) {
       // What a team of one warp has used up is free.
-      if (plan_.row_parts > 1 && filled_ >= plan_.stages) {
+      if (plan_.row_parts > 1 && lap_ > 0) {
         device::Barrier* const empty = &shared_.empty[team_ * plan_.stages + stage_];
-        const unsigned parity = (filled_ / plan_.stages - 1) & 1;
-        if (filled_ == used) {
+        const unsigned parity = (lap_ - 1) & 1;
+        if (ahead_ == 0) {
           device::barrier_wait(empty, parity);
         } else if (!__all_sync(device::kAllLanes, device::barrier_passed(empty, parity))) {
           return;
         }
       }
       fill_stage();
-      ++filled_;
+      ++ahead_;
     }
   }
+
+  /// The warp has used up a stage.
+  __device__ __forceinline__ void use_up() { --ahead_; }
 
   /// Of a team of one warp whose ring is full: how many tiles it can use up and replace one after
   /// the other without anything but copies: records of one piece, none of them its first or last,
   /// that have been looked up. seen: tokens that all its rows see.
   __device__ __forceinline__ int run_length(const Visible& seen) const {
-    if (ended_ || plan_.row_parts > 1 || filled_ < plan_.stages || next_ == found_) return 0;
+    if ((flags_ & kEnd) != 0 || plan_.row_parts > 1 || next_ == found_) return 0;
     const int tile = next_ - plan_.stages;  // to be used up next
     const int group = 1 << plan_.group_shift;
-    const int from = max(max(begin_, staged_) + 1, (seen.begin + group - 1) >> plan_.group_shift);
+    const int from = max(run_from_, (seen.begin + group - 1) >> plan_.group_shift);
     if (tile < from) return 0;
     const unsigned staged = staged_ahead_ >> (next_ - first_);
     const int records = staged == 0 ? kWarpLanes : __ffs(static_cast<int>(staged)) - 1;
@@ -83,15 +86,15 @@ class Feeder {
   }
 
   __device__ __forceinline__ void open(const Cursor& cursor) {
-    begin_ = next_ = cursor.tile;
-    staged_ = -1;
+    next_ = cursor.tile;
+    run_from_ = next_ + 1;
     end_ = cursor.tile_end;
     flags_ = kFirstTile | (cursor.begins_item() ? kBeginsItem : 0) |
-             (cursor.ends_item() ? kEndsItem : 0) | (next_ == end_ ? kNoTile : 0);
-    is_last_piece_ = cursor.count == cursor.left;
+             (cursor.ends_item() ? kEndsItem : 0) | (next_ == end_ ? kNoTile : 0) |
+             (cursor.count == cursor.left ? kLastPiece : 0);
     if (lane_ == 0) {
       shared_.cursor[team_] = cursor;
-      if (is_last_piece_) {
+      if (flags_ & kLastPiece) {
         TeamShare& share = shared_.share[team_];
         share.cut_at_end = plan_.split_tiles == 0 && !cursor.ends_item();
         share.middle =
@@ -144,7 +147,7 @@ class Feeder {
     }
     const bool is_whole = token_ + device::kStagedTokens >= tokens;  // with this stage
     const bool is_last = is_whole && next_ + 1 >= end_;
-    ended_ = is_last && is_last_piece_;
+    if (is_last && (flags_ & kLastPiece) != 0) flags_ |= kEnd;
     __syncwarp();
     if (lane_ == owner) {
       if (flags_ & kFirstTile) {
@@ -152,13 +155,12 @@ class Feeder {
         shared_.piece[at] = {c.seq,  c.head,       c.row_block,
                              c.unit, c.work.units, static_cast<int>(c.item_start)};
       }
-      shared_.tile[at] = {next_, is_staged ? token_ : -1,
-                          flags_ | (is_last ? kLastTile : 0) | (ended_ ? kEnd : 0)};
+      shared_.tile[at] = {next_, is_staged ? token_ : -1, flags_ | (is_last ? kLastTile : 0)};
       if (plan_.row_parts > 1) device::barrier_arrive(&shared_.told[at]);
     }
     uint8_t* const stage = ring_ + stage_ * stage_bytes_;
     if (is_staged) {
-      staged_ = next_;
+      run_from_ = next_ + 1;
       copy_staged(owner, tokens, stage, &shared_.full[at]);
       token_ += device::kStagedTokens;
     } else {
@@ -168,7 +170,10 @@ class Feeder {
       ++next_;
       token_ = 0;
     }
-    if (++stage_ == plan_.stages) stage_ = 0;
+    if (++stage_ == plan_.stages) {
+      stage_ = 0;
+      ++lap_;
+    }
     flags_ &= ~kFirstTile;
   }
 
@@ -225,21 +230,19 @@ class Feeder {
   const int record_bytes_;
   const int team_;
   const int lane_;
-  int filled_ = 0;  ///< stages so far, but for runs
-  int stage_ = 0;   ///< to be filled next
-  int begin_;       ///< of the piece
-  int next_;        ///< tile
-  int token_ = 0;   ///< of it, if it is staged
-  int first_;       ///< tiles first_ .. found_ - 1 have been looked up
+  int ahead_ = 0;     ///< stages that are filled and that the warp itself has not used up
+  int stage_ = 0;     ///< to be filled next
+  unsigned lap_ = 0;  ///< times round the ring
+  int next_;          ///< tile
+  int token_ = 0;     ///< of it, if it is staged
+  int first_;         ///< tiles first_ .. found_ - 1 have been looked up
   int found_;
   int end_;
   int flags_;
-  bool is_last_piece_;  ///< of the share
-  bool ended_ = false;
   const uint8_t* record_;  ///< of tile first_ + lane; null: there is none
   int slot_;               ///< -1: it is a record
   unsigned staged_ahead_;  ///< bit i: tile first_ + i is staged
-  int staged_;             ///< the last tile of the piece that was
+  int run_from_;           ///< behind the first tile of the piece and the last staged one
 };
 
 }  // namespace kvarn::cuda

@@ -22,11 +22,11 @@
 
 namespace kvarn::cuda {
 
-/// Whether there are registers for runs with two blocks of rows: sm_80's copies take more.
+/// Whether there are registers for runs beside a large state: sm_80's copies take more.
 #if __CUDA_ARCH__ >= 900
-inline constexpr bool kRunsOfTwoBlocks = true;
+inline constexpr bool kRunsOfLargeState = true;
 #else
-inline constexpr bool kRunsOfTwoBlocks = false;
+inline constexpr bool kRunsOfLargeState = false;
 #endif
 
 /// Asks for lines of an array that will be read when more is known: a line a thread of the grid,
@@ -68,13 +68,19 @@ __device__ __forceinline__ void touch(const Params& params) {
   if (line < kLines) asm volatile("" ::"r"(reinterpret_cast<const int*>(&params)[line * kWords]));
 }
 
+/// Teams of the block that have a share. (From memory each time: no register holds it meanwhile.)
+__device__ __forceinline__ int teams_of_block(const volatile Division& d) {
+  const int left = static_cast<int>(d.shares - blockIdx.x * static_cast<unsigned>(d.teams));
+  return uniform(max(min(left, d.teams), 0));
+}
+
 template <class F, int kBlocks>
 __global__ void __launch_bounds__(kDecodeThreads, 1)
     decode_kernel(const __grid_constant__ DecodeParams params,
                   const __grid_constant__ DecodePlan any_plan) {
   constexpr int kDim = F::kDim_;
   constexpr bool kQueryAhead = F::kQueryAhead && kBlocks == 1;
-  constexpr bool kRuns = F::kRuns && (kBlocks == 1 || kRunsOfTwoBlocks);
+  constexpr bool kRuns = F::kRuns && (kBlocks * kDim <= 128 || kRunsOfLargeState);
   constexpr int kStateVectors = device::SoftmaxState<kDim, kBlocks>::kVectors * kWarpLanes;
   extern __shared__ __align__(128) uint8_t rings[];
   __shared__ DecodeShared shared;
@@ -100,12 +106,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   ask_for_inputs(p);
   const int chunk = static_cast<int>((p.kv.seqs + kDecodeThreads - 1) / kDecodeThreads);
   divide(p, plan, chunk, shared.scan, shared.division);
-  const unsigned first_share = blockIdx.x * static_cast<unsigned>(shared.division.teams);
-  const int teams = uniform(
-      max(min(static_cast<int>(shared.division.shares - first_share), shared.division.teams), 0));
   TileWorker<F, kBlocks> worker{p, plan, lane};
-  worker.query_rotated = true;
-  if (team < teams) {
+  if (team < teams_of_block(shared.division)) {
     uint8_t* const ring = rings + team * plan.stages * stage_bytes;
     Feeder feeder(p, plan, shared, ring, stage_bytes, F::layout(plan).bytes, team, lane);
     const auto piece = [&]() -> StagePiece& { return shared.current[own_warp()]; };
@@ -118,8 +120,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     bool has_words = kQueryAhead;
     {
       Cursor cursor;
-      cursor.start(p, plan, shared.division, shared.scan, chunk,
-                   first_share + static_cast<unsigned>(team));
+      cursor.start(p, plan, shared.division, shared.scan, chunk, shared.division.share_of(team));
       if (kQueryAhead) {
         words.load(p, plan,
                    RowPlace(p, plan, cursor.seq, cursor.head, cursor.row_block, part,
@@ -128,17 +129,17 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       }
       if (part == 0) feeder.start(cursor);
     }
-    int used = 0;  // tiles, but for runs
-    int run = 0;   // tiles that need nothing but to be used up and replaced
-    int stage = 0;
-    unsigned parity = 0;
+    int run = 0;  // tiles that need nothing but to be used up and replaced
+    int turn = 0;  // stage, and stages more on every second lap: one register for both
 #pragma unroll 1
     for (;;) {
+      const unsigned parity = turn >= plan.stages ? 1 : 0;
+      const int stage = turn - (parity ? plan.stages : 0);
       const int at = team * plan.stages + stage;
       StageTile tile{0, -1, 0};
       const auto place = [&] { return rows_of(piece()); };
       if (run == 0) {
-        if (part == 0) feeder.fill(used);
+        if (part == 0) feeder.fill();
         if (plan.row_parts > 1) device::barrier_wait(&shared.told[at], parity);
         __syncwarp();
         tile = shared.tile[at];
@@ -151,12 +152,13 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
           __syncwarp();
           open_item(p, plan, place(), worker.rows);
           worker.state.clear();
-          worker.rotated = is_record;
         }
-        if ((tile.flags & kFirstTile) || worker.query_rotated != is_record) {
+        if ((tile.flags & kFirstTile) || worker.rotated != is_record) {
+          if (!(tile.flags & kFirstTile)) worker.state.rotate(lane);
           if (!has_words) words.load(p, plan, place(), lane);
           has_words = false;
-          worker.take_query(words, is_record, 0);
+          worker.rotated = is_record;
+          worker.take_query(words, 0);
         }
         if (kQueryAhead && (tile.flags & (kLastTile | kEnd)) == kLastTile) {
           const bool wraps = stage + 1 == plan.stages;
@@ -170,7 +172,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
             has_words = true;
           }
         }
-        if (threadIdx.x == 0 && used == 0) {
+        // At the begin (later, now and then, it is the same).
+        if (threadIdx.x == 0 && turn == 0 && (tile.flags & kFirstTile)) {
           shared.front_block = shared.division.block_of(shared.share[0].first.start);
         }
         if (kRuns && p.logits_soft_cap == 0.f) {
@@ -189,7 +192,6 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
         all_see = worker.all_see(first_token, tokens);
       }
       device::barrier_wait(&shared.full[at], parity);
-      if (seen) worker.set_basis(is_record);  // here for all: it is a lot of code
       const uint8_t* const data = ring + stage * stage_bytes;
       if (seen && is_record) {
         worker.record(place, data, first_token, all_see);
@@ -204,15 +206,12 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
         --run;
       } else {
         if (plan.row_parts > 1 && lane == 0) device::barrier_arrive(&shared.empty[at]);
-        ++used;
+        if (part == 0) feeder.use_up();
       }
-      if (++stage == plan.stages) {
-        stage = 0;
-        parity ^= 1;
-      }
+      if (++turn == 2 * plan.stages) turn = 0;
 
       if (!(tile.flags & kLastTile)) continue;
-      worker.set_basis(false);
+      if (worker.rotated) worker.state.rotate(lane);
       constexpr int kWhole = kBeginsItem | kEndsItem;
       if ((tile.flags & kWhole) == kWhole) {
         write_rows(p, plan, place(), lane, worker.state);
@@ -230,18 +229,19 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       if (tile.flags & kEnd) break;
     }
   }
+  const int teams = teams_of_block(shared.division);
   if (teams == 0) return;
   if (plan.split_tiles > 0) {
     if (team >= teams) return;
     Cursor cursor;
-    cursor.start(p, plan, shared.division, shared.scan, chunk,
-                 first_share + static_cast<unsigned>(team));
+    cursor.start(p, plan, shared.division, shared.scan, chunk, shared.division.share_of(team));
     join_units<kDim, kBlocks>(p, plan, cursor, part, lane);
     return;
   }
   __syncthreads();  // the rings are free
   auto* const last_pieces = reinterpret_cast<float4*>(rings);
-  if (team < teams && shared.share[team].cut_at_end) {
+  const int own_team = own_warp() >> plan.parts_shift;
+  if (own_team < teams && shared.share[own_team].cut_at_end) {
     worker.state.store(last_pieces + own_warp() * kStateVectors, lane);
   }
   __syncthreads();

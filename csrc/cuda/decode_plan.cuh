@@ -188,6 +188,10 @@ struct Division {
   int teams;  ///< of a block that have a share (those of the last one with shares may be fewer)
   uint64_t inverse;  ///< 2^64 / shares, rounded up; 0: a share is a unit
 
+  /// Of a team of the block.
+  __device__ __forceinline__ unsigned share_of(int team) const {
+    return blockIdx.x * static_cast<unsigned>(teams) + static_cast<unsigned>(team);
+  }
   /// units * share / shares.
   __device__ __forceinline__ int64_t share_begin(unsigned share) const {
     if (inverse == 0) return share;

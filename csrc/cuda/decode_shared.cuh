@@ -22,6 +22,7 @@ enum StageFlags : int {
   kBeginsItem = 8,  ///< the piece has the first unit of its item
   kEndsItem = 16,   ///< and the last
   kNoTile = 32,     ///< the piece has no tiles
+  kLastPiece = 64,  ///< of the share
 };
 
 /// Whose tile it is.

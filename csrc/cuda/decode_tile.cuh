@@ -212,14 +212,9 @@ struct TileWorker {
   WarpRows<kBlocks> rows;
   device::QueryOperand<kDim, kBlocks> query;
   State state;
-  bool query_rotated;  ///< the basis of the query: fp16; if not, of the type of the staging pool
-  bool rotated;        ///< the basis of the state
-
-  __device__ __forceinline__ void set_basis(bool to_rotated) {
-    if (rotated == to_rotated) return;
-    state.rotate(lane);
-    rotated = to_rotated;
-  }
+  /// The basis of the query and the state, that of records or that of staged tokens. The query is
+  /// of fp16 or of the type of the staging pool.
+  bool rotated;
 
   /// Whether any row sees any of so many tokens.
   __device__ __forceinline__ bool sees(int first_token, int count) const {
@@ -296,8 +291,7 @@ struct TileWorker {
                                 start);
   }
 
-  /// A record in shared memory, with the state in the rotated basis; place(): a RowPlace. plain:
-  /// all_see().
+  /// A record in shared memory; place(): a RowPlace. plain: all_see().
   template <class Place>
   __device__ __forceinline__ void record(const Place& place, const uint8_t* at, int first_token,
                                          bool plain) {
@@ -378,13 +372,11 @@ struct TileWorker {
     }
   }
 
-  /// Takes the query. A power of two brings the largest element of a row to 8..16, so that its
-  /// rotation (up to sqrt(D) as large) is below 2^8. Rows of fp16 would lose bits as bf16: part 1
-  /// is the remainder.
-  __device__ __forceinline__ void take_query(const QueryWords<kDim, kBlocks>& words,
-                                             bool to_rotated, int part) {
-    query_rotated = to_rotated;
-    const bool bfloat16 = !to_rotated && p.kv.staging.dtype == DType::kBFloat16;
+  /// Takes the query, in the basis that is set. A power of two brings the largest element of a row
+  /// to 8..16, so that its rotation (up to sqrt(D) as large) is below 2^8. Rows of fp16 would lose
+  /// bits as bf16: part 1 is the remainder.
+  __device__ __forceinline__ void take_query(const QueryWords<kDim, kBlocks>& words, int part) {
+    const bool bfloat16 = !rotated && p.kv.staging.dtype == DType::kBFloat16;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       float v[kDim / 4];
@@ -403,7 +395,7 @@ struct TileWorker {
       for (int i = 0; i < 2; ++i) {
         rows.scale[b][i] = __shfl_sync(device::kAllLanes, scale, 4 * (2 * (lane % 4) + i));
       }
-      if (to_rotated) {
+      if (rotated) {
         device::butterfly_registers<1, kDim / 4>(v);
         device::butterfly_lanes<1, 4>(v, lane);
         normalizer *= device::orthonormal_scale(kDim);
@@ -421,7 +413,7 @@ struct TileWorker {
     }
   }
 
-  /// 16 staged tokens in shared memory, with the state in the original basis.
+  /// 16 staged tokens in shared memory.
   template <bool kBFloat16, class Place>
   __device__ __forceinline__ void staged(const Place& place, const uint8_t* at, int first_token,
                                          bool plain) {
@@ -459,7 +451,7 @@ struct TileWorker {
       if (kBFloat16 && kDim < 256 && parts > 1) {
         QueryWords<kDim, kBlocks> words;
         words.load(p, plan, place(), lane);
-        take_query(words, false, part);
+        take_query(words, part);
       }
       device::score_staged<kBFloat16>(at, query, lane, scores);
     }
