@@ -440,7 +440,9 @@ def _check_paged(
     if staging is not None and block_slot is not None:
         pool = ("slots", 2, cache.shape[1], fmt.group, fmt.head_dim)
         args.tensor("staging", staging, model_dtypes(args.device.type), pool)
-        args.tensor("block_slot", block_slot, INDICES, (cache.shape[0],), strided=True)
+        args.tensor("block_slot", block_slot, INDICES, ("blocks",), strided=True)
+        if block_slot.shape[0] < cache.shape[0]:
+            args.fail("block_slot", f"of at least {cache.shape[0]} blocks", block_slot.shape[0])
     elif staging is not None or block_slot is not None:
         alone = "block_slot" if staging is None else "staging"
         args.fail("staging and block_slot", "given together", f"{alone} alone")
@@ -542,7 +544,10 @@ def decode_attention(
         fmt: the format of the cache.
         staging: ``[slots, 2, Hkv, G, D]``, floating point, not rotated; with ``block_slot``. None:
             every block is a record.
-        block_slot: ``[num_blocks]``: the staging slot of a block, -1 when it is a record.
+        block_slot: ``[num_blocks]``: the staging slot of a block, -1 when it is a record. It may be
+            longer: ids from num_blocks on are virtual blocks, which are staged and have no record.
+            So one sequence can read a tile in 16 bits while another, with the id of the record in
+            its table, reads that.
         cu_query_lens: ``[B + 1]``: sequence b has the query rows ``cu_query_lens[b]`` to
             ``cu_query_lens[b+1] - 1``, its last tokens. None: one query token each, T = B.
         causal: query i of n sees the first ``seq_len - n + i + 1`` tokens; False: all of them.

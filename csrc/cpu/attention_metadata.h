@@ -35,14 +35,14 @@ inline Status check_blocks(const PagedKV& kv, int64_t seq, int64_t begin, int64_
   };
   for (int64_t tile = begin; tile < end; ++tile) {
     const int64_t block = kv.block_table.at(seq, tile);
-    if (block < 0 || block >= kv.cache.blocks) {
-      return Status::invalid("block_table must be block numbers below " +
-                             std::to_string(kv.cache.blocks) + ", got " + std::to_string(block) +
-                             place(tile));
+    const int64_t blocks = kv.cache.blocks + kv.virtual_blocks;
+    if (block < 0 || block >= blocks) {
+      return Status::invalid("block_table must be block numbers below " + std::to_string(blocks) +
+                             ", got " + std::to_string(block) + place(tile));
     }
     if (!kv.block_slot) continue;
     const int64_t slot = kv.block_slot[block];
-    if (slot < -1 || slot >= kv.staging.slots) {
+    if (slot < -1 || slot >= kv.staging.slots || (slot < 0 && block >= kv.cache.blocks)) {
       return Status::invalid("block_slot must be -1 or a staging slot below " +
                              std::to_string(kv.staging.slots) + ", got " + std::to_string(slot) +
                              " of block " + std::to_string(block) + " (block_table" + place(tile) +

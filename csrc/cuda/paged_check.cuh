@@ -44,10 +44,12 @@ struct CheckPaged {
     const int64_t oldest = oldest_seen < 0 ? 0 : length - 1 - oldest_seen;
     if (tile * kv.format.group >= length || (tile + 1) * kv.format.group <= oldest) return {};
     const int64_t block = kv.block_table.at(seq, tile);
-    if (block < 0 || block >= kv.cache.blocks) return {kBlockRule, block, 0};
+    if (block < 0 || block >= kv.cache.blocks + kv.virtual_blocks) return {kBlockRule, block, 0};
     if (kv.block_slot.data == nullptr) return {};
     const int64_t slot = kv.block_slot[block];
-    if (slot < -1 || slot >= kv.staging.slots) return {kSlotRule, slot, block};
+    if (slot < -1 || slot >= kv.staging.slots || (slot < 0 && block >= kv.cache.blocks)) {
+      return {kSlotRule, slot, block};
+    }
     return {};
   }
 };
@@ -73,7 +75,7 @@ inline Status check_paged_metadata(const PagedKV& kv, int64_t max_seq_len, int64
           std::to_string(offence.value) + " at index " + std::to_string(seq));
     case kBlockRule:
       return Status::invalid("block_table must be block numbers below " +
-                             std::to_string(kv.cache.blocks) + ", got " +
+                             std::to_string(kv.cache.blocks + kv.virtual_blocks) + ", got " +
                              std::to_string(offence.value) + place);
     default:
       return Status::invalid("block_slot must be -1 or a staging slot below " +

@@ -495,7 +495,11 @@ PagedKV paged_kv(const Arguments& args, const Format& format, const Tensor& cach
                "given together", staging ? "staging alone" : "block_slot alone");
   if (staging) {
     kv.staging = staging_of<Backend>(args, *staging, format, cache.size(1));
-    kv.block_slot = index_array(args, "block_slot", *block_slot, kv.cache.blocks);
+    kv.block_slot = index_array(args, "block_slot", *block_slot, "blocks");
+    const int64_t virtual_blocks = block_slot->size(0) - kv.cache.blocks;
+    args.require(virtual_blocks >= 0, "block_slot",
+                 "of at least " + std::to_string(kv.cache.blocks) + " blocks", block_slot->size(0));
+    kv.virtual_blocks = args.narrow("block_slot", virtual_blocks);
   }
   return kv;
 }

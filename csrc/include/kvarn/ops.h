@@ -200,12 +200,13 @@ struct PagedKV {
   Format format{};
   Cache cache;
   Staging staging;          ///< data null: every block is a record
-  IndexArray block_slot;    ///< [blocks]; null with a null staging pool
+  IndexArray block_slot;    ///< [blocks + virtual_blocks]; null with a null staging pool
   IndexMatrix block_table;  ///< [seqs, table_width]
   int64_t table_width = 0;
   IndexArray seq_lens;  ///< [seqs], tokens
   int64_t seqs = 0;
   int32_t kv_heads = 0;
+  int32_t virtual_blocks = 0;  ///< ids after those of the cache: blocks that are only staged
 };
 
 /// Attention of the last tokens of each sequence over its whole block table.

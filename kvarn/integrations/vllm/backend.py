@@ -1,0 +1,253 @@
+"""The attention backend: what the engine asks about it, and a layer's part in a step."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.forward_context import get_forward_context
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType
+
+from kvarn import ops
+from kvarn._backends import MAX_CUDA_HEAD_DIM
+from kvarn.format import Format
+from kvarn.integrations.vllm import _versions, pool, prefill
+from kvarn.integrations.vllm.metadata import KVarNMetadata, KVarNMetadataBuilder
+from kvarn.integrations.vllm.options import WHERE, Options
+
+#: Head dimensions that both our kernels and flash attention have.
+HEAD_DIMS = [64, 128, MAX_CUDA_HEAD_DIM]
+
+
+class KVarNBackend(AttentionBackend):  # type: ignore[misc]
+    """Of formats with ``GROUP`` tokens a tile; the engine chooses block sizes by class."""
+
+    GROUP: ClassVar[int]
+    accept_output_buffer = True
+    forward_includes_kv_cache_update = False
+    supported_dtypes = [torch.float16, torch.bfloat16]
+
+    @staticmethod
+    def get_name() -> str:
+        return _versions.BACKEND_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[KVarNImpl]:
+        return KVarNImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[KVarNMetadataBuilder]:
+        return KVarNMetadataBuilder
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return HEAD_DIMS
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        return kv_cache_dtype in Format.presets() and _group(kv_cache_dtype) == cls.GROUP
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False  # open tiles are not in the pages that it would move
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        fmt = Format(cache_dtype_str, head_size)
+        if block_size != fmt.group:
+            raise ValueError(f"{WHERE}a block must have {fmt.group} tokens, got {block_size}")
+        return fmt.cache_shape(num_blocks, num_kv_heads)
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+        reasons: list[str] = super().validate_configuration(*args, **kwargs)
+        config = get_current_vllm_config_or_none()
+        return reasons if config is None else reasons + unsupported(config)
+
+
+class KVarNBackendG128(KVarNBackend):
+    GROUP = 128
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(*_spec: Any) -> list[int]:
+        return [128]
+
+
+class KVarNBackendG64(KVarNBackend):
+    GROUP = 64
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(*_spec: Any) -> list[int]:
+        return [64]
+
+
+def _group(name: str) -> int:
+    return Format(name, HEAD_DIMS[0]).group
+
+
+def backend_path(kv_cache_dtype: str) -> str:
+    """The dotted path of the backend for a cache dtype."""
+    return f"{__name__}.KVarNBackendG{_group(kv_cache_dtype)}"
+
+
+def unsupported(config: Any) -> list[str]:
+    """What of an engine's configuration cannot be done, in words."""
+    parallel, cache = config.parallel_config, config.cache_config
+    reasons = []
+    if config.speculative_config is not None:
+        reasons.append("speculative decoding not supported (rejected tokens would be in records)")
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        reasons.append("context parallelism not supported")
+    if config.kv_transfer_config is not None or getattr(cache, "kv_offloading_size", None):
+        reasons.append("KV connectors and offloading not supported (open tiles are not in pages)")
+    if getattr(cache, "kv_cache_dtype_skip_layers", None):
+        reasons.append("kv_cache_dtype_skip_layers not supported (pages of two sizes)")
+    if not _versions.has_stable_rows(config):
+        reasons.append("the V1 model runner is not supported (set VLLM_USE_V2_MODEL_RUNNER=1)")
+    return reasons
+
+
+class KVarNImpl(AttentionImpl[KVarNMetadata]):  # type: ignore[misc]
+    """A layer. It owns its part of the staging pool, which is allocated with the model's weights,
+    so that the engine's memory budget counts it.
+
+    Attributes:
+        fmt: the format.
+        staging: the pool, ``[pages, 2, Hkv, G, D]``.
+        window_left: tokens before its own that a query sees; -1: all.
+        logits_soft_cap: 0: none.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **unknown: Any,
+    ) -> None:
+        for name, value in {
+            "alibi_slopes": alibi_slopes,
+            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
+            **unknown,
+        }.items():
+            if value is not None:
+                raise NotImplementedError(f"{WHERE}layers with {name} are not supported")
+        if attn_type != AttentionType.DECODER:
+            raise NotImplementedError(f"{WHERE}attention must be of a decoder, got {attn_type}")
+        config = get_current_vllm_config()
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.fmt = Format(kv_cache_dtype, head_size)
+        self.window_left = -1 if sliding_window is None else sliding_window - 1
+        self.logits_soft_cap = float(logits_soft_cap or 0.0)
+        self.flash_attention_version = _versions.flash_attention_version(head_size)
+        dtype = config.model_config.dtype
+        rows, options = config.scheduler_config.max_num_seqs, Options.of(config)
+        layers = config.model_config.get_num_layers(config.parallel_config)
+        row = pool.page_bytes(self.fmt, self.num_kv_heads, dtype) * options.pages * layers
+        _versions.check_pool(config, rows, row)
+        self.staging = pool.new_pool(rows, options, self.fmt, self.num_kv_heads, dtype)
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Stores the new tokens of the step. Every tile that they fill is a record afterwards:
+        the engine may have promised it to other requests of the same step.
+
+        Args:
+            key, value: ``[tokens, Hkv, D]``, padding included.
+            kv_cache: uint8 ``[num_blocks, Hkv, record_bytes]``.
+            slot_mapping: not used; the metadata says where tokens go.
+        """
+        m = _metadata_of(layer)
+        if m is None:
+            return
+        m.prepare()
+        key, value = key[: m.num_tokens], value[: m.num_tokens]
+        self._append(key, value, m.append, m)
+        ops.seal_blocks(self.staging, m.seal_pages, m.seal_blocks, kv_cache, self.fmt)
+        p = m.prefill
+        if p is not None and p.tiles is not None:
+            shape = (-1, self.fmt.group, self.num_kv_heads, self.head_size)
+            keys, values = (t.index_select(0, p.tile_tokens).view(shape) for t in (key, value))
+            kv_cache.index_copy_(0, p.tile_blocks, ops.quantize_tiles(keys, values, self.fmt))
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: KVarNMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of the step's tokens, ``[tokens, Hq, D]``, into ``output``."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError(f"{WHERE}quantized outputs are not supported")
+        if attn_metadata is None:
+            return self._profile(query, key, value, output)
+        m = attn_metadata
+        m.prepare()
+        n = m.num_decodes
+        if n > 0:
+            ops.decode_attention(
+                query[:n],
+                kv_cache,
+                m.table[:n],
+                m.seq_lens[:n],
+                self.fmt,
+                staging=self.staging,
+                block_slot=m.geometry.block_slot,
+                sm_scale=self.scale,
+                logits_soft_cap=self.logits_soft_cap,
+                window_left=self.window_left,
+                out=output[:n],
+            )
+        if m.prefill is not None:
+            tokens = m.num_tokens
+            prefill.attend(self, query, key, value, kv_cache, m, output)
+            # Pages that were read above may be written now.
+            self._append(key[:tokens], value[:tokens], m.prefill.append_rest, m)
+        return output
+
+    def _append(self, key: Tensor, value: Tensor, slots: Tensor, m: KVarNMetadata) -> None:
+        ops.append_kv(key, value, slots, self.staging, m.geometry.block_slot, self.fmt)
+
+    def _profile(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> Tensor:
+        """The run in which the engine measures its memory: takes what a step may take."""
+        parts = [prefill.scratch(self, query, prefill.PIECE_TOKENS), torch.empty_like(query)]
+        parts += [torch.empty_like(key), torch.empty_like(value)]
+        parts.append(query.new_empty((2, *query.shape[:2]), dtype=torch.float32))
+        del parts
+        return output.zero_()
+
+
+def _metadata_of(layer: Any) -> KVarNMetadata | None:
+    """The step's metadata for a layer; None while the engine measures its memory."""
+    metadata = get_forward_context().attn_metadata
+    if isinstance(metadata, list):
+        metadata = metadata[0]
+    found: KVarNMetadata | None
+    found = metadata[layer.layer_name] if isinstance(metadata, dict) else metadata
+    return found
