@@ -79,6 +79,8 @@ def fill(text: str, results: Path, figures: str) -> str:
             made = scaling_table(results / "h200")
         elif match[2] == "earlier-peers":
             made = earlier_peers(results / "h200")
+        elif match[2] == "serving":
+            made = serving_tables(results / "h200" / "serving" / "steps.json")
         else:
             made = everything(results / match[2], figures)
         return match[1] + made + match[3]
@@ -215,6 +217,55 @@ def scaling_table(folder: Path) -> str:
         return "".join([*fitted, "\nThe shapes of models have not been recorded yet.\n"])
     head = ("format", "KV heads", "group", "batch", "context", "measured", "model", "difference")
     return "".join([*fitted, "\n", markdown(head, lines)])
+
+
+def serving_tables(path: Path) -> str:
+    """Whole decode steps (bench.serving): a layer, a model; and what fits into the memory."""
+    if not path.exists():
+        return "Not recorded yet.\n"
+    run = record.load(path)
+    parts = [f"{where(run)}; format {run['rows'][0]['format']}.\n"]
+    for what, title, keys in (
+        ("attention", "A layer: update of the cache and attention", ("batch", "context", "seals")),
+        ("model", "A model of Qwen3-8B's layers", ("batch", "context", "layers")),
+    ):
+        rows = [row for row in run["rows"] if row["case"]["what"] == what]
+        if not rows:
+            continue
+        peers = peer_names(rows)
+        lines = [
+            [
+                *(str(row["case"][key]) for key in keys),
+                f"**{time_text(row['time_us'])}**",
+                *([f"{row['tokens_per_s']:,.0f}"] if what == "model" else []),
+                *(
+                    f"{time_text(row['peers'][peer])} ({ratio_text(row, peer)})"
+                    if row["peers"].get(peer)
+                    else ""
+                    for peer in peers
+                ),
+            ]
+            for row in rows
+        ]
+        head = (*keys, "step", *(["tokens/s"] if what == "model" else []), *peers)
+        parts.append(f"**{title}**\n\n{markdown(head, lines)}")
+    rows = [row for row in run["rows"] if row["case"]["what"] == "capacity"]
+    if rows:
+        head = ("layers", "context", "free memory", "sequences", "predicted", "in 16 bits", "ratio")
+        lines = [
+            [
+                str(row["case"]["layers"]),
+                str(row["case"]["context"]),
+                f"{row['memory_bytes'] / 2**30:.1f} GiB",
+                f"**{row['batch']}**",
+                str(row["predicted"]),
+                str(row["batch_16bit"]),
+                f"{row['batch'] / row['batch_16bit']:.2f}",
+            ]
+            for row in rows
+        ]
+        parts.append(f"**The largest batch that fits**\n\n{markdown(head, lines)}")
+    return "\n".join(parts)
 
 
 def earlier_peers(folder: Path) -> str:

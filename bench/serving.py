@@ -1,9 +1,10 @@
 """``python -m bench.serving``: a decode step with everything in it, captured in a CUDA graph.
 
-Two rows, of op "serving_step". "attention": one layer of a cache, update and attention, beside
+Rows of op "serving_step". "attention": one layer of a cache, update and attention, beside
 scaled_dot_product_attention over a static 16-bit cache. "model": tokens per second of a model with
 random weights, with a `KVarNCache` and with a `StaticCache`, over steps that fill a block of each
-sequence. All sequences have the same length, since a static cache has only one.
+sequence. All sequences have the same length, since a static cache has only one. "capacity" (only
+when it is asked for): the largest batch that fits.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from bench.ceilings import read_time
 from bench.harness import time_calls
 from bench.measure import WrongError
 from bench.routine import relative_error
-from kvarn import Format, PagedCache, _host, ops
+from kvarn import Format, PagedCache, _host, capacity, ops
 from kvarn.cache import SequenceState
 
 #: Distinct random records of a cache. They repeat: to quantize more is not what is timed.
@@ -371,6 +372,65 @@ def _seconds(
     return time.perf_counter() - start
 
 
+# Memory ----------------------------------------------------------------------------------------
+
+
+def largest_batch(setup: Setup) -> dict[str, Any]:
+    """How many sequences of ``context`` tokens the device's free memory holds, by allocating their
+    cache: ours with a sink and a recent block a sequence, and in 16 bits; and what
+    `kvarn.capacity` says."""
+    fmt, layers, context = setup.fmt, setup.layers, setup.context
+    blocks = -(-context // fmt.group)
+
+    def ours(batch: int) -> object:
+        return PagedCache(
+            fmt,
+            num_layers=layers,
+            num_kv_heads=setup.kv_heads,
+            num_blocks=batch * blocks,
+            num_slots=batch * 3,
+            dtype=setup.dtype,
+            device=setup.device,
+        )
+
+    def plain(batch: int) -> object:
+        shape = (2, batch, setup.kv_heads, context, setup.head_dim)
+        return [torch.empty(shape, dtype=torch.float16, device=setup.device) for _ in range(layers)]
+
+    torch.cuda.empty_cache()
+    memory = torch.cuda.mem_get_info(setup.device)[0]
+    expected = capacity.compare(
+        capacity.ModelShape(layers, setup.kv_heads, setup.head_dim),
+        memory=memory,
+        context=context,
+        formats=[setup.format],
+    )
+    return {
+        "op": "serving_step",
+        "format": setup.format,
+        "case": {"what": "capacity", "context": context, "layers": layers},
+        "memory_bytes": memory,
+        "batch": _most(ours, 2 * expected[-1].sequences),
+        "batch_16bit": _most(plain, 2 * expected[0].sequences),
+        "predicted": expected[-1].sequences,
+        "predicted_16bit": expected[0].sequences,
+    }
+
+
+def _most(allocate: Callable[[int], object], bound: int) -> int:
+    """The largest number below ``bound`` for which there is memory."""
+    low, high = 0, bound
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            allocate(middle)
+            low = middle
+        except torch.OutOfMemoryError:
+            high = middle
+        torch.cuda.empty_cache()
+    return low
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.serving", description=__doc__)
     default = Setup(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -387,7 +447,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--{name.replace('_', '-')}", type=int, default=value, help=f"(default: {value})"
         )
     parser.add_argument("--steps", type=int, help="of the model (default: G)")
-    parser.add_argument("--what", nargs="+", choices=("attention", "model"))
+    parser.add_argument("--what", nargs="+", choices=("attention", "model", "capacity"))
     parser.add_argument("--quick", action="store_true", help="fewer runs")
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
     parser.add_argument("--commit", help="what to record as the commit, where git is not at hand")
@@ -403,6 +463,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = [partial(attention, setup, seals) for seals in (0, 1) if "attention" in what]
     if "model" in what:
         runs.append(partial(model, setup, args.steps or setup.fmt.group))
+    if "capacity" in what:
+        if setup.device.type != "cuda":
+            parser.error("--what capacity needs a GPU")
+        runs.append(partial(largest_batch, setup))
     rows = []
     facts = record.machine(setup.device, args.commit)
     for run in runs:
@@ -415,6 +479,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _line(row: dict[str, Any]) -> str:
+    if row["case"]["what"] == "capacity":
+        return (
+            f"{row['case']}: {row['batch']} sequences ({row['predicted']} predicted), in 16 bits "
+            f"{row['batch_16bit']} ({row['predicted_16bit']})"
+        )
     peers = [f"{name} {time / row['time_us']:.2f}x" for name, time in row["peers"].items()]
     peers += [f"{name}: {reason}" for name, reason in row["skipped"].items()]
     rate = f", {row['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in row else ""

@@ -211,3 +211,27 @@ def test_curves(results):
 
 def test_a_machine_without_results_has_no_figures():
     assert all(plot({}) is None for plot in report.PLOTS.values())
+
+
+def test_whole_decode_steps(tmp_path):
+    """A layer, a model and what fits, each with its own columns."""
+    path = tmp_path / "steps.json"
+    assert report.serving_tables(path) == "Not recorded yet.\n"
+    common = {"op": "serving_step", "format": NAME}
+    layer = {"what": "attention", "batch": 64, "context": 16384, "seals": 1}
+    network = {"what": "model", "batch": 64, "context": 16384, "layers": 4, "steps": 128}
+    memory = {"what": "capacity", "layers": 36, "context": 16384}
+    rows = [
+        {"case": layer, "time_us": 200.0, "peers": {"cuDNN fp16": 1000.0}},
+        {"case": network, "time_us": 2000.0, "tokens_per_s": 32000, "peers": {}},
+        {
+            "case": memory, "memory_bytes": 128 << 30, "batch": 220, "batch_16bit": 55,
+            "predicted": 221, "predicted_16bit": 55,
+        },
+    ]  # fmt: skip
+    machine = {"gpu": "G", "driver": "1", "cuda": "2", "torch": "3", "date": "4", "commit": "5"}
+    path.write_text(json.dumps({**machine, "rows": [common | row for row in rows]}))
+    text = report.serving_tables(path)
+    assert "| 64 | 16384 | 1 | **200.0 us** | 1.00 ms (5.00x) |" in text
+    assert "| 64 | 16384 | 4 | **2.00 ms** | 32,000 |" in text
+    assert "| 36 | 16384 | 128.0 GiB | **220** | 221 | 55 | 4.00 |" in text

@@ -16,6 +16,7 @@
 #include "cuda/checked.cuh"
 #include "cuda/format.h"
 #include "cuda/launch.h"
+#include "device/dependent_launch.cuh"
 #include "device/numeric.cuh"
 
 namespace kvarn::cuda {
@@ -34,6 +35,7 @@ struct Pieces {
 template <int kAccess>  // 16-bit elements of a piece
 __global__ void __launch_bounds__(kThreads)
     append_kernel(const __grid_constant__ AppendParams p, const __grid_constant__ Pieces pieces) {
+  device::let_next_start();
   const unsigned token = pieces.blocks == 1 ? blockIdx.x : blockIdx.x / pieces.blocks;
   const int i =
       static_cast<int>(blockIdx.x - token * pieces.blocks) * static_cast<int>(blockDim.x) +

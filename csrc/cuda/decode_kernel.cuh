@@ -19,6 +19,7 @@
 #include "cuda/decode_feeder.cuh"
 #include "cuda/decode_join.cuh"
 #include "cuda/decode_tile.cuh"
+#include "device/dependent_launch.cuh"
 
 namespace kvarn::cuda {
 
@@ -103,6 +104,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     }
     device::barrier_init_fence();
   }
+  device::wait_for_previous();
   ask_for_inputs(p);
   const int chunk = static_cast<int>((p.kv.seqs + kDecodeThreads - 1) / kDecodeThreads);
   divide(p, plan, chunk, shared.scan, shared.division);
@@ -129,7 +131,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       }
       if (part == 0) feeder.start(cursor);
     }
-    int run = 0;  // tiles that need nothing but to be used up and replaced
+    int run = 0;   // tiles that need nothing but to be used up and replaced
     int turn = 0;  // stage, and stages more on every second lap: one register for both
 #pragma unroll 1
     for (;;) {

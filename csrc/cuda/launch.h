@@ -17,16 +17,43 @@ inline Status runtime_error(const char* what, cudaError_t error) {
                          cudaGetErrorString(error) + ")");
 }
 
-/// Launches `kernel` on `stream` and reports the error of this launch.
-template <class... Params, class... Args>
-Status launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
-              Args&&... args) {
+inline cudaLaunchConfig_t launch_config(dim3 grid, dim3 block, size_t shared_bytes, void* stream) {
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
+  return config;
+}
+
+/// Launches `kernel` on `stream` and reports the error of this launch.
+template <class... Params, class... Args>
+Status launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
+              Args&&... args) {
+  const cudaLaunchConfig_t config = launch_config(grid, block, shared_bytes, stream);
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
+  return error == cudaSuccess ? Status() : runtime_error("launch", error);
+}
+
+/// The same for a kernel that begins with device::wait_for_previous: where the device can, it is
+/// started while the kernel before it still runs (device/dependent_launch.cuh).
+template <class... Params, class... Args>
+Status launch_early(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
+                    void* stream, Args&&... args) {
+  int device = 0;
+  int major = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  }
+  if (error != cudaSuccess) return runtime_error("preparing a launch", error);
+  cudaLaunchConfig_t config = launch_config(grid, block, shared_bytes, stream);
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = major >= 9 ? 1 : 0;
+  error = cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
   return error == cudaSuccess ? Status() : runtime_error("launch", error);
 }
 

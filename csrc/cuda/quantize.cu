@@ -20,6 +20,7 @@
 #include "cuda/checked.cuh"
 #include "cuda/format.h"
 #include "cuda/launch.h"
+#include "device/dependent_launch.cuh"
 #include "device/fit.cuh"
 #include "device/pack.cuh"
 #include "device/rotate.cuh"
@@ -419,6 +420,8 @@ __global__ void __launch_bounds__(kThreads<kDim, kGroup>, 512 / kThreads<kDim, k
     quantize_kernel(const __grid_constant__ Jobs jobs) {
   static_assert(kThreads<kDim, kGroup> == ValueShape<kDim, kGroup>::kThreads);
   extern __shared__ uint4 shared[];
+  device::let_next_start();
+  device::wait_for_previous();
   const bool key = blockIdx.x % 2 == 0;
   using KeyMemory = device::TileMemory<KeyShape<kDim, kGroup>>;
   using ValueMemory = device::TileMemory<ValueShape<kDim, kGroup>>;
@@ -445,8 +448,8 @@ Status run(const Jobs& jobs, void* stream) {
   if (Status status = allow_shared_memory(quantize_kernel<kDim, kGroup>, kBytes); !status.ok()) {
     return status;
   }
-  return launch(quantize_kernel<kDim, kGroup>, dim3(static_cast<unsigned>(blocks)),
-                dim3(kThreads<kDim, kGroup>), kBytes, stream, jobs);
+  return launch_early(quantize_kernel<kDim, kGroup>, dim3(static_cast<unsigned>(blocks)),
+                      dim3(kThreads<kDim, kGroup>), kBytes, stream, jobs);
 }
 
 Status run(const Jobs& jobs, void* stream) {
