@@ -112,11 +112,13 @@ def test_check_writes_nothing(tmp_path, monkeypatch, results, capsys):
 def test_table_of_a_machine(results):
     text = filled(results, "h200")
     assert "on NVIDIA H200 (driver 1, CUDA 13.0), torch 2.11.0, 2026-01-02, commit abc\n" in text
-    # batch, context, group, head dimension, query tokens, and neither split nor KV heads
-    (line,) = [x for x in text.splitlines() if x.startswith("| 64 | 16384 | 4 | 128 | 1 |  |  |")]
+    # batch, context, group, head dimension, query tokens; no split, staged tiles or KV heads
+    (line,) = [
+        x for x in text.splitlines() if x.startswith("| 64 | 16384 | 4 | 128 | 1 |  |  |  |")
+    ]
     # 64 * 128 blocks * 8 heads * 13,824 B = 906 MB: 6 + 226.5 us, the read of them 197 us; cuDNN
     # 5 + 998.8 us.
-    assert line.split(" | ")[7:12] == [
+    assert line.split(" | ")[8:13] == [
         "**232.5 us**", "232.5 us-465.0 us", "3,896.8", "85%", "1.00 ms (4.32x)",
     ]  # fmt: skip
     assert "![Roofline of decode_attention (h200)](docs/figures/h200-roofline.svg)" in text
