@@ -251,7 +251,8 @@ class Engine:
         upper_bound = torch.zeros(padded, dtype=torch.int32)
         upper_bound[:live] = self.seq_lens[:live]
         batch = SimpleNamespace(
-            idx_mapping=torch.tensor([self.rows[name] for name in names], dtype=torch.int32),
+            idx_mapping_np=np.array([self.rows[name] for name in names], np.int32),
+            prefill_len_np=np.array([r.num_tokens for r in requests], np.int32),
             num_reqs=live,
             num_reqs_after_padding=int(padded),
             num_tokens=tokens,

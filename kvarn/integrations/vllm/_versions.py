@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -141,7 +142,7 @@ def _patch_rows() -> None:
         if not is_ours(name):
             return None
         if not hasattr(state, "_kvarn_rows"):
-            state._kvarn_rows = RequestRows(state.max_num_reqs, state.device)
+            state._kvarn_rows = RequestRows(state.max_num_reqs)
             state._kvarn_group = Format(name, state.model_config.get_head_size()).group
         rows: RequestRows = state._kvarn_rows
         return rows
@@ -156,7 +157,10 @@ def _patch_rows() -> None:
     def prepare(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         global _rows
         if (rows := rows_of(self)) is not None:
-            rows.begin(input_batch.idx_mapping)
+            # Batches that stand in for others (warm-up, capture, idle ranks) have rows that may be
+            # those of requests. They have no prompts.
+            real = input_batch.prefill_len_np > 0
+            rows.batch = np.where(real, input_batch.idx_mapping_np, -1)
         _rows = rows
         try:
             return prepare_attn(self, input_batch, *args, **kwargs)

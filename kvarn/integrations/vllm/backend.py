@@ -180,12 +180,11 @@ class KVarNImpl(AttentionImpl[KVarNMetadata]):  # type: ignore[misc]
         m = _metadata_of(layer)
         if m is None:
             return
-        m.prepare()
         key, value = key[: m.num_tokens], value[: m.num_tokens]
-        self._append(key, value, m.append, m)
+        self._append(key, value, m.head, m)
         ops.seal_blocks(self.staging, m.seal_pages, m.seal_blocks, kv_cache, self.fmt)
         p = m.prefill
-        if p is not None and p.tiles is not None:
+        if p is not None and p.tile_blocks.numel() > 0:
             shape = (-1, self.fmt.group, self.num_kv_heads, self.head_size)
             keys, values = (t.index_select(0, p.tile_tokens).view(shape) for t in (key, value))
             kv_cache.index_copy_(0, p.tile_blocks, ops.quantize_tiles(keys, values, self.fmt))
@@ -208,7 +207,6 @@ class KVarNImpl(AttentionImpl[KVarNMetadata]):  # type: ignore[misc]
         if attn_metadata is None:
             return self._profile(query, key, value, output)
         m = attn_metadata
-        m.prepare()
         n = m.num_decodes
         if n > 0:
             ops.decode_attention(
@@ -228,7 +226,7 @@ class KVarNImpl(AttentionImpl[KVarNMetadata]):  # type: ignore[misc]
             tokens = m.num_tokens
             prefill.attend(self, query, key, value, kv_cache, m, output)
             # Pages that were read above may be written now.
-            self._append(key[:tokens], value[:tokens], m.prefill.append_rest, m)
+            self._append(key[:tokens], value[:tokens], m.prefill.rest, m)
         return output
 
     def _append(self, key: Tensor, value: Tensor, slots: Tensor, m: KVarNMetadata) -> None:

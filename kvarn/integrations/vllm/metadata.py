@@ -5,8 +5,8 @@ Of its new tokens those of the tile ``past // G`` are its *head*: they go to a p
 may hold tokens of earlier steps. What follows is whole tiles, quantized from the layer's own keys
 and values, and the rest.
 
-Everything on the device is computed from tensors that stay where they are, by the first layer: in a
-captured step it is a part of the graph, and is computed anew in every replay.
+All of it is known on the host but the block tables. So it is computed there, outside of CUDA
+graphs, and brought in one copy to tensors that stay where they are; the graphs read those.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from kvarn.format import Format
 from kvarn.integrations.vllm import _versions, pool
 from kvarn.integrations.vllm.options import WHERE, Options
 from kvarn.integrations.vllm.prefill import Prefill, plan_prefill
-from kvarn.integrations.vllm.rows import to_device
 
 
 @dataclass
@@ -39,38 +38,144 @@ class Geometry:
         options: which blocks keep a copy.
         num_blocks: of the cache; the id of the first virtual block.
         block_slot: int32 ``[num_blocks + pages]``, see `pool.block_slot`.
-        page_of_tile: int32 ``[max_blocks]``.
     """
 
     fmt: Format
     options: Options
     num_blocks: int
     block_slot: Tensor
-    page_of_tile: Tensor
 
 
 @dataclass
+class Batch:
+    """The requests of a step, on the host.
+
+    Attributes:
+        rows: int32 ``[requests]``: the row of a request, -1 for padding.
+        first_token: int32 ``[requests]``: the first token that it computed itself.
+        starts: int32 ``[requests + 1]``: of its new tokens among those of the step.
+        lens: int32 ``[requests]``: its tokens, new ones included; 0 for padding.
+    """
+
+    rows: np.ndarray
+    first_token: np.ndarray
+    starts: np.ndarray
+    lens: np.ndarray
+
+    @property
+    def new(self) -> np.ndarray:
+        return np.diff(self.starts)
+
+    @property
+    def past(self) -> np.ndarray:
+        past: np.ndarray = self.lens - self.new
+        return past
+
+
+@dataclass
+class Places:
+    """Where the tokens of a step go and which tiles are read in 16 bits.
+
+    Attributes:
+        staged: ``[requests, pages]``: the tiles that a request reads in 16 bits, -1: none.
+        blocks: likewise: their virtual blocks.
+        seal_pages: ``[requests]``: the page of the head if it is full now, or -1.
+        seal_tiles: ``[requests]``: the tile that it is, or 0.
+        head: ``[tokens]``: the place of a token of a head, or -1.
+        rest: ``[tokens]``: the place of a token after it that a later step reads in 16 bits,
+            or -1.
+    """
+
+    staged: np.ndarray
+    blocks: np.ndarray
+    seal_pages: np.ndarray
+    seal_tiles: np.ndarray
+    head: np.ndarray
+    rest: np.ndarray
+
+
+def find_places(batch: Batch, tokens: int, geometry: Geometry) -> Places:
+    """The places of a step of ``tokens`` tokens, padding included."""
+    g, options, group = geometry, geometry.options, geometry.fmt.group
+    past, new = batch.past, batch.new
+    head = past // group
+    real = (batch.rows >= 0) & (new > 0)
+    first_page = np.where(real, batch.rows, 0) * options.pages
+
+    sinks = np.broadcast_to(np.arange(options.sink_blocks), (len(head), options.sink_blocks))
+    ring = head[:, None] - np.arange(options.recent_blocks + 1)
+    ring = np.where(ring >= options.sink_blocks, ring, -1)
+    staged = np.concatenate([sinks, ring], axis=1)
+    seen = real[:, None] & (staged >= 0) & (staged <= head[:, None])
+    seen &= staged * group >= batch.first_token[:, None]
+    blocks = g.num_blocks + first_page[:, None] + pool.page_of_tile(staged, options)
+
+    full = real & (batch.lens >= (head + 1) * group)
+    head_page = first_page + pool.page_of_tile(head, options)
+    seal = (np.where(full, head_page, -1), np.where(full, head, 0))
+
+    if tokens == len(new):  # one token a request
+        place = (g.num_blocks + head_page) * group + past % group
+        nothing = np.full(tokens, -1)
+        return Places(np.where(seen, staged, -1), blocks, *seal, np.where(real, place, -1), nothing)
+    request = np.repeat(np.arange(len(new)), new)
+    position = np.arange(len(request)) - batch.starts[request] + past[request]
+    tile = position // group
+    page = g.num_blocks + first_page[request] + pool.page_of_tile(tile, options)
+    place = page * group + position % group
+    is_head = tile == head[request]
+    kept = tile < options.sink_blocks
+    kept |= tile >= (batch.lens // group - options.recent_blocks)[request]
+    places = np.full((2, tokens), -1)
+    places[0, : len(request)] = np.where(real[request] & is_head, place, -1)
+    places[1, : len(request)] = np.where(real[request] & ~is_head & kept, place, -1)
+    return Places(np.where(seen, staged, -1), blocks, *seal, *places)
+
+
 class Buffers:
-    """Tensors that stay where they are, for the largest batch; a step uses their first entries."""
+    """Tensors that stay where they are, for the largest batch; a step uses their first entries.
 
-    rows: Tensor  #: int32 [R]: the row of a request, -1 for padding
-    table: Tensor  #: int32 [R, max_blocks]: the block table with virtual blocks
-    append: Tensor  #: int64 [tokens]: where head tokens go; -1: nowhere
-    seal_pages: Tensor  #: int32 [R]: page of the head if it is full now, or -1
-    seal_blocks: Tensor  #: int32 [R]: and its block
+    Attributes:
+        table: int32 ``[requests, max_blocks]``: the block table with virtual blocks.
+        head: int32 ``[requests]``: `Places.head` of a step with one token a request.
+        seal_pages, seal_blocks: int32 ``[requests]``: what is to be sealed; page -1: nothing.
+    """
 
-    @staticmethod
-    def make(requests: int, max_blocks: int, device: torch.device) -> Buffers:
-        def full(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.full(shape, -1, dtype=dtype, device=device)
-
-        return Buffers(
-            rows=full(requests),
-            table=full(requests, max_blocks),
-            append=full(requests, dtype=torch.int64),
-            seal_pages=full(requests),
-            seal_blocks=full(requests),
+    def __init__(
+        self, requests: int, max_blocks: int, options: Options, device: torch.device
+    ) -> None:
+        self._pages = options.pages
+        # Tiles that do not exist are written to the last column.
+        self._table = torch.zeros(requests, max_blocks + 1, dtype=torch.int32, device=device)
+        self._numbers = torch.full(
+            (2 * options.pages + 3, requests), -1, dtype=torch.int32, device=device
         )
+        self.table = self._table[:, :-1]
+        self.head, self.seal_pages = self._numbers[-2], self._numbers[-1]
+        self.seal_blocks = torch.zeros(requests, dtype=torch.int32, device=device)
+
+    def fill(self, places: Places, block_table: Tensor) -> None:
+        """Fills in the entries of the requests of a step, ``block_table`` ``[n, max_blocks]``."""
+        n, width = block_table.shape
+        numbers = np.full(self._numbers.shape, -1, np.int32)
+        numbers[: self._pages, :n] = np.where(places.staged >= 0, places.staged, width).T
+        numbers[self._pages, :n] = places.seal_tiles
+        numbers[self._pages + 1 : -2, :n] = places.blocks.T
+        if len(places.head) == n:
+            numbers[-2, :n] = places.head
+        numbers[-1, :n] = places.seal_pages
+        self._numbers.copy_(_pinned(numbers, self._numbers.device), non_blocking=True)
+        tiles = self._numbers[: self._pages + 1, :n].t().long()
+        blocks = self._numbers[self._pages + 1 : -2, :n].t()
+        self.table[:n].copy_(block_table)
+        self._table[:n].scatter_(1, tiles[:, :-1], blocks)
+        torch.gather(block_table, 1, tiles[:, -1:], out=self.seal_blocks[:n, None])
+
+
+def _pinned(array: np.ndarray, device: torch.device) -> Tensor:
+    """Memory from which the host need not wait for copies."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 @dataclass
@@ -79,90 +184,15 @@ class KVarNMetadata(AttentionMetadata):  # type: ignore[misc]
     there are any, are described by ``prefill``."""
 
     geometry: Geometry
-    num_reqs: int
+    batch: Batch
     num_tokens: int
     num_decodes: int
-    max_seq_len: int
-    query_start_loc: Tensor  #: int32 [num_reqs + 1]
-    seq_lens: Tensor  #: int32 [num_reqs], new tokens included; 0 for padding
-    block_table: Tensor  #: int32 [num_reqs, max_blocks]
-    slot_mapping: Tensor  #: int64 [num_tokens]; -1 for padding
-    first_token: Tensor  #: int32 [rows]
-    rows: Tensor  #: the rest are views of the `Buffers`, or for steps with prefill new
-    table: Tensor
-    append: Tensor
-    seal_pages: Tensor
-    seal_blocks: Tensor
+    seq_lens: Tensor  #: int32 [requests], new tokens included; 0 for padding
+    table: Tensor  #: int32 [requests, max_blocks], with virtual blocks
+    head: Tensor  #: int32 [num_tokens], see `Places`
+    seal_pages: Tensor  #: int32 [requests], see `Buffers`
+    seal_blocks: Tensor  #: int32 [requests]
     prefill: Prefill | None = None
-    prepared: bool | None = None  #: whether while a graph was captured; None: not yet
-
-    def prepare(self) -> None:
-        """To be called by every layer before anything else."""
-        capturing = self.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing()
-        if self.prepared != capturing:
-            self.prepared = capturing
-            self._prepare()
-
-    def _prepare(self) -> None:
-        g, group = self.geometry, self.geometry.fmt.group
-        sink, recent = g.options.sink_blocks, g.options.recent_blocks
-        starts, lens = self.query_start_loc, self.seq_lens
-        past = lens - (starts[1:] - starts[:-1])
-        head = past // group
-        row = self.rows.clamp(min=0)
-        first_page = row * g.options.pages
-
-        # The tiles that the next token would read in 16 bits, and the open one.
-        tiles = torch.arange(self.table.shape[1], dtype=torch.int32, device=lens.device)
-        staged = (tiles < sink) | (tiles >= (head - recent)[:, None])
-        staged &= tiles <= head[:, None]
-        staged &= tiles * group >= self.first_token[row][:, None]
-        staged &= self.rows[:, None] >= 0
-        virtual = (g.num_blocks + first_page)[:, None] + g.page_of_tile
-        torch.where(staged, virtual, self.block_table, out=self.table)
-
-        # Sealing the heads that are full. A step of padding only has no slots: it writes nothing.
-        column = head.clamp(max=self.table.shape[1] - 1).long()
-        last = (starts[1:] - 1).clamp(min=0).long()
-        real = (self.rows >= 0) & (lens > past) & (self.slot_mapping[last] >= 0)
-        full = real & (lens >= (head + 1) * group)
-        page = first_page + g.page_of_tile[column]
-        self.seal_pages.copy_(page.masked_fill(~full, -1))
-        block = self.block_table.gather(1, column[:, None]).squeeze(1)
-        self.seal_blocks.copy_(block.masked_fill(~full, -1))
-
-        if self.prefill is None:
-            slot = (g.num_blocks + page).long() * group + past % group
-            self.append.copy_(slot.masked_fill(~real, -1))
-        else:
-            self._prepare_prefill(self.prefill, past, head, first_page)
-
-    def _prepare_prefill(
-        self, prefill: Prefill, past: Tensor, head: Tensor, first_page: Tensor
-    ) -> None:
-        g, group = self.geometry, self.geometry.fmt.group
-        starts, lens = self.query_start_loc, self.seq_lens
-        tokens = torch.arange(self.num_tokens, dtype=torch.int32, device=lens.device)
-        request = torch.searchsorted(starts[1:], tokens, right=True).clamp(max=self.num_reqs - 1)
-        position = past[request] + tokens - starts[request]
-        tile = (position // group).clamp(max=self.table.shape[1] - 1)
-        page = first_page[request] + g.page_of_tile[tile]
-        slot = (g.num_blocks + page).long() * group + position % group
-        real = (self.rows[request] >= 0) & (self.slot_mapping >= 0)
-        is_head = tile == head[request]
-        self.append.copy_(slot.masked_fill(~(real & is_head), -1))
-        # What the next step reads in 16 bits.
-        kept = tile < g.options.sink_blocks
-        kept |= tile >= (lens // group - g.options.recent_blocks)[request]
-        prefill.append_rest = slot.masked_fill(~(real & ~is_head & kept), -1)
-        prefill.past = past
-        if prefill.tiles is not None:
-            # The request of a tile, its number, its first token among those of the step.
-            owner, number, first = prefill.tiles.long()
-            prefill.tile_blocks = self.block_table[owner, number].long()
-            prefill.tile_tokens = (first[:, None] + torch.arange(group, device=first.device)).view(
-                -1
-            )
 
 
 class KVarNMetadataBuilder(AttentionMetadataBuilder[KVarNMetadata]):  # type: ignore[misc]
@@ -181,17 +211,12 @@ class KVarNMetadataBuilder(AttentionMetadataBuilder[KVarNMetadata]):  # type: ig
         self._geometry: Geometry | None = None
         self._buffers: Buffers | None = None
 
-    def _make_geometry(self, max_blocks: int) -> Geometry:
+    def _make_geometry(self) -> Geometry:
         layers = self.vllm_config.compilation_config.static_forward_context
         num_blocks = layers[self.layer_names[0]].kv_cache.shape[0]
-        tiles = torch.arange(max_blocks, dtype=torch.int32, device=self.device)
-        return Geometry(
-            self._fmt,
-            self._options,
-            num_blocks,
-            pool.block_slot(num_blocks, self._max_num_seqs * self._options.pages, self.device),
-            pool.page_of_tile(tiles, self._options).int(),
-        )
+        pages = self._max_num_seqs * self._options.pages
+        block_slot = pool.block_slot(num_blocks, pages, self.device)
+        return Geometry(self._fmt, self._options, num_blocks, block_slot)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -200,46 +225,44 @@ class KVarNMetadataBuilder(AttentionMetadataBuilder[KVarNMetadata]):  # type: ig
         if m.causal is not True:
             raise ValueError(f"{WHERE}attention must be causal")
         n, tokens = m.num_reqs, m.num_actual_tokens
+        table = m.block_table_tensor[:n]
         if self._buffers is None or self._geometry is None:
-            max_blocks = m.block_table_tensor.shape[1]
-            self._geometry = self._make_geometry(max_blocks)
-            self._buffers = Buffers.make(self._max_num_seqs, max_blocks, self.device)
+            self._geometry = self._make_geometry()
+            self._buffers = Buffers(self._max_num_seqs, table.shape[1], self._options, self.device)
         rows = _versions.request_rows(m)
-        if rows is None or rows.batch is None:
+        if rows is None:
             raise RuntimeError(
                 f"{WHERE}the model runner did not say which requests are in the step"
             )
+        batch_rows = np.full(n, -1, np.int32)
+        batch_rows[: len(rows.batch)] = rows.batch[:n]
+        batch = Batch(
+            batch_rows,
+            rows.first_token[batch_rows],
+            m.query_start_loc_cpu[: n + 1].numpy(),
+            m.seq_lens_cpu_upper_bound[:n].numpy(),
+        )
+        places = find_places(batch, tokens, self._geometry)
         b = self._buffers
-        live = min(n, rows.batch.shape[0])
-        b.rows[:live].copy_(rows.batch[:live])
-        b.rows[live:n].fill_(-1)
-        query_lens = np.diff(m.query_start_loc_cpu[: n + 1].numpy())
-        prefill, append, num_decodes = None, b.append[:tokens], n
+        b.fill(places, table)
+        prefill, head, num_decodes = None, b.head[:tokens], n
         if m.max_query_len > 1:
-            num_decodes = int((np.append(query_lens, 2) > 1).argmax())
-            prefill = plan_prefill(
-                m.query_start_loc_cpu[: n + 1].numpy(),
-                m.seq_lens_cpu_upper_bound[:n].numpy(),
-                num_decodes,
-                self._fmt.group,
-                lambda array: to_device(array, self.device),
+            num_decodes = int((np.append(batch.new, 2) > 1).argmax())
+            prefill, head = plan_prefill(
+                batch, num_decodes, places, self._fmt.group, table, self._upload
             )
-            append = torch.empty(tokens, dtype=torch.int64, device=self.device)
         return KVarNMetadata(
             geometry=self._geometry,
-            num_reqs=n,
+            batch=batch,
             num_tokens=tokens,
             num_decodes=num_decodes,
-            max_seq_len=m.max_seq_len,
-            query_start_loc=m.query_start_loc[: n + 1],
             seq_lens=m.seq_lens[:n],
-            block_table=m.block_table_tensor[:n],
-            slot_mapping=m.slot_mapping[:tokens],
-            first_token=rows.first_token,
-            rows=b.rows[:n],
             table=b.table[:n],
-            append=append,
+            head=head,
             seal_pages=b.seal_pages[:n],
             seal_blocks=b.seal_blocks[:n],
             prefill=prefill,
         )
+
+    def _upload(self, array: np.ndarray) -> Tensor:
+        return _pinned(array, self.device).to(self.device, non_blocking=True)

@@ -11,6 +11,7 @@ the real id in its table, and reads the record.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,10 +22,10 @@ from kvarn.integrations.vllm.options import WHERE, Options
 _LARGEST_SHARE = 0.5
 
 
-def page_of_tile(tiles: Tensor, options: Options) -> Tensor:
+def page_of_tile(tiles: np.ndarray, options: Options) -> np.ndarray:
     """The page, within the run of a request, of a tile that is a sink, recent or open."""
     ring = options.sink_blocks + tiles % (options.recent_blocks + 1)
-    return torch.where(tiles < options.sink_blocks, tiles, ring)
+    return np.where(tiles < options.sink_blocks, tiles, ring)
 
 
 def page_bytes(fmt: Format, num_kv_heads: int, dtype: torch.dtype) -> int:

@@ -15,7 +15,7 @@ The parts are merged by their log-sum-exp.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from kvarn.integrations.vllm import _versions
 
 if TYPE_CHECKING:
     from kvarn.integrations.vllm.backend import KVarNImpl
-    from kvarn.integrations.vllm.metadata import KVarNMetadata
+    from kvarn.integrations.vllm.metadata import Batch, KVarNMetadata, Places
 
 #: Requests with at most this many new tokens read the packed cache as it is.
 FEW_TOKENS = 32
@@ -59,97 +59,102 @@ class Piece:
 
 @dataclass
 class Prefill:
-    """The requests of a step that have several new tokens, from ``first`` on."""
+    """The requests of a step that have several new tokens."""
 
-    first: int
     begin: int  #: the first of their tokens
     longest: int  #: new tokens of one of them
     bounds: Tensor  #: int32 [requests + 1], of their tokens, from 0
-    few: (
-        tuple[int, int] | None
-    )  #: first and last + 1 of those with few new tokens, if they have a past
+    few: tuple[int, int] | None  #: first and last + 1 of those with few, if they have a past
     few_tokens: tuple[int, int]  #: their tokens
-    few_bounds: Tensor | None  #: int32 [few + 1], of their tokens, from 0
+    few_bounds: Tensor  #: int32 [few + 1], of their tokens, from 0
+    few_past: Tensor  #: int32 [few]
     many: list[Chunk]  #: those with many new tokens and a past
     with_past: list[Chunk]  #: all with a past: what layers with a window need
-    tiles: Tensor | None  #: int32 [3, n]: request, number, first token of the whole tiles
-    # Computed on the device, see metadata.py:
-    past: Tensor = field(default_factory=lambda: torch.empty(0))
-    append_rest: Tensor = field(default_factory=lambda: torch.empty(0))
-    tile_blocks: Tensor = field(default_factory=lambda: torch.empty(0))
-    tile_tokens: Tensor = field(default_factory=lambda: torch.empty(0))
+    tile_blocks: Tensor  #: int64 [n]: the blocks of the whole tiles
+    tile_tokens: Tensor  #: int32 [n * G]: their tokens
+    rest: Tensor  #: int32 [tokens], see `metadata.Places`
 
 
 def plan_prefill(
-    starts: np.ndarray,
-    lens: np.ndarray,
+    batch: Batch,
     first: int,
+    places: Places,
     group: int,
+    block_table: Tensor,
     upload: Callable[[np.ndarray], Tensor],
-) -> Prefill:
-    """What can be known on the host.
+) -> tuple[Prefill, Tensor]:
+    """Plans the requests from ``first`` on; also returns `Places.head` on the device.
 
     Args:
-        starts: ``[requests + 1]``, of the new tokens.
-        lens: ``[requests]``, new tokens included.
-        first: the first request with several new tokens.
         group: tokens of a tile.
-        upload: brings an array to the device.
+        block_table: int32 ``[requests, max_blocks]`` on the device.
+        upload: brings an array to the device. It is called once.
     """
+    starts, lens, new, past = batch.starts, batch.lens, batch.new, batch.past
     count = len(lens)
-    new = np.diff(starts)
-    past = lens - new
-    pairs: list[int] = []  # (0, length) of every chunk and piece, for one upload
-
-    def bounds_at(length: int) -> int:
-        pairs.append(length)
-        return len(pairs) - 1
-
     few_end = first
     while few_end < count and new[few_end] <= FEW_TOKENS:
         few_end += 1
+    lengths: list[int] = []  # of every chunk and piece
+
+    def bounds_of(length: int) -> int:
+        lengths.append(length)
+        return len(lengths) - 1
+
     chunks = []
     for r in range(first, count):
         if past[r] > 0:
             borders = [*range(0, int(past[r]), PIECE_TOKENS), int(past[r])]
-            pieces = [(b, e, bounds_at(e - b)) for b, e in pairwise(borders)]
-            chunks.append((r, bounds_at(int(new[r])), pieces))
-    tiles = []
+            pieces = [(b, e, bounds_of(e - b)) for b, e in pairwise(borders)]
+            chunks.append((r, bounds_of(int(new[r])), pieces))
+    tiles = [np.zeros((2, 0), np.int32)]
     for r in range(first, count):
-        whole = np.arange(past[r] // group + 1, lens[r] // group)
-        tiles.append(np.stack([np.full_like(whole, r), whole, starts[r] + whole * group - past[r]]))
-    all_tiles = np.concatenate(tiles, axis=1).astype(np.int32)
-    own = starts[first:] - starts[first]
-    lengths = np.zeros((len(pairs), 2), np.int32)
-    lengths[:, 1] = pairs
-    flat = upload(np.concatenate([own, lengths.ravel(), all_tiles.ravel()]).astype(np.int32))
-    at = len(own)
-    pair_bounds = flat[at : at + lengths.size].view(-1, 2)
-    tile_rows = flat[at + lengths.size :].view(3, -1)
+        if batch.rows[r] >= 0:
+            whole = np.arange(past[r] // group + 1, lens[r] // group)
+            tiles.append(np.stack([np.full_like(whole, r), whole]))
+    request, number = np.concatenate(tiles, axis=1)
+    tile_begin = starts[request] + number * group - past[request]
+    parts = [
+        starts[first:] - starts[first],
+        np.array([(0, length) for length in lengths]),
+        past[first:few_end],
+        request,
+        number,
+        tile_begin[:, None] + np.arange(group),
+        places.head,
+        places.rest,
+    ]
+    flat = upload(np.concatenate([part.ravel() for part in parts]).astype(np.int32))
+    bounds, pairs, few_past, owners, numbers, tile_tokens, head, rest = flat.split(
+        [part.size for part in parts]
+    )
+    pairs = pairs.view(-1, 2)
     with_past = [
         Chunk(
             r,
             int(starts[r]),
             int(starts[r + 1]),
             int(past[r]),
-            pair_bounds[own_bounds],
-            [Piece(b, e, pair_bounds[i]) for b, e, i in pieces],
+            pairs[own],
+            [Piece(b, e, pairs[i]) for b, e, i in pieces],
         )
-        for r, own_bounds, pieces in chunks
+        for r, own, pieces in chunks
     ]
-    has_few = few_end > first and bool((past[first:few_end] > 0).any())
-    return Prefill(
-        first=first,
+    prefill = Prefill(
         begin=int(starts[first]),
         longest=int(new[first:].max()),
-        bounds=flat[:at],
-        few=(first, few_end) if has_few else None,
+        bounds=bounds,
+        few=(first, few_end) if (past[first:few_end] > 0).any() else None,
         few_tokens=(int(starts[first]), int(starts[few_end])),
-        few_bounds=flat[: few_end - first + 1] if has_few else None,
-        many=[c for c in with_past if c.request >= few_end],
+        few_bounds=bounds[: few_end - first + 1],
+        few_past=few_past,
+        many=[chunk for chunk in with_past if chunk.request >= few_end],
         with_past=with_past,
-        tiles=tile_rows if tile_rows.numel() else None,
+        tile_blocks=block_table[owners, numbers].long(),
+        tile_tokens=tile_tokens,
+        rest=rest,
     )
+    return prefill, head
 
 
 def attend(
@@ -185,7 +190,7 @@ def attend(
             query[t0:t1],
             cache,
             m.table[a:b],
-            p.past[a:b],
+            p.few_past,
             impl.fmt,
             staging=impl.staging,
             block_slot=m.geometry.block_slot,
