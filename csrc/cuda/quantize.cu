@@ -127,13 +127,14 @@ __device__ __forceinline__ void find_live(device::TileMemory<Shape>& memory,
   const bool has_token = n < tokens.count();
   const auto alive = [](float sum) { return sum > 0.f && sum < device::kInfinity; };
   if (n == 0) memory.first_live = tokens.count();
-  find_energies(memory, tokens.are_cols, 1.f);
-  const float energy = has_token ? memory.found[n] : 1.f;
-  bool own_live = has_token && alive(energy);
-  if (__syncthreads_or(energy < kTiny)) {
-    find_energies(memory, tokens.are_cols, 0x1p100f);
-    if (energy < kTiny) own_live = alive(memory.found[n]);
-    __syncthreads();
+  float energy = 1.f;
+  bool own_live = false;
+#pragma unroll 1
+  for (int pass = 0; pass < 2; ++pass) {
+    find_energies(memory, tokens.are_cols, pass == 0 ? 1.f : 0x1p100f);
+    if (has_token && (pass == 0 || energy < kTiny)) own_live = alive(memory.found[n]);
+    if (has_token && pass == 0) energy = memory.found[n];
+    if (!__syncthreads_or(energy < kTiny)) break;
   }
   if (has_token) {
     memory.energy[n] = memory.found[n] = energy;
@@ -304,8 +305,9 @@ __device__ __forceinline__ void quantize_part(const Jobs& jobs, device::TileMemo
   if (key && !tokens.all_live()) clear_dead_keys(memory);
 
   const RecordLayout layout = record_layout(jobs.format);
-  uint8_t* const part = jobs.records + job.target * jobs.record_stride[0] +
-                        job.head * jobs.record_stride[1] + (key ? 0 : layout.value_codes);
+  const Job target = job_of(jobs);
+  uint8_t* const part = jobs.records + target.target * jobs.record_stride[0] +
+                        target.head * jobs.record_stride[1] + (key ? 0 : layout.value_codes);
   switch (bits) {
     case 2:
       device::store_codes<Shape, 2>(memory.codes, key, part);

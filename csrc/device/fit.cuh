@@ -324,11 +324,11 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
   const float levels = tokens.levels();
   const float middle = static_cast<float>(1 << (tokens.bits - 1));
   const float from = kRounding + middle;
-  const Strip<Shape> at;
 
   // Every row's codes and least squares, twice; and the columns, by the codes that the last least
   // squares were taken from.
   {
+    const Strip<Shape> at;
     const float inverse_weight = inverse_or_0(sum_of_warps<Shape>(memory.stat[2]));
     const float range_share = start_range(tokens.bits, Shape::kCols);
     float w[kStrip];
@@ -408,6 +408,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
   // a small rest. K: that is all. V: the error of each column too. A row that does not count adds
   // 1/2 to a column's sum, as one without error does.
   const float inverse_weight = inverse_or_0(sum_of_warps<Shape>(memory.stat[2]));
+  const Strip<Shape> at;
   float w[kStrip];
   load_cols(memory.weight, at, w);
   {

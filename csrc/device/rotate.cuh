@@ -44,7 +44,7 @@ struct SquarePlace {
   int col;  ///< first of its square
 
   __device__ __forceinline__ SquarePlace() {
-    const unsigned thread = threadIdx.x;
+    const unsigned thread = own_thread();
     lane = thread % kWarpLanes;
     const int warp = thread / kWarpLanes;
     warp_row = warp / (Shape::kCols / 32);

@@ -33,21 +33,29 @@ struct TileShape {
   static_assert(kThreads >= kRows && kThreads >= kCols);
 };
 
-/// Where a lane is. Lanes of different rows have their chunks in different orders: chunk k of group
+/// threadIdx.x; volatile, so that what follows from it is computed anew wherever it is wanted, and
+/// need not be kept in a register.
+__device__ __forceinline__ unsigned own_thread() {
+  unsigned thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+/// Where a lane is; every pass makes its own. Lanes of different rows have their chunks in different orders: chunk k of group
 /// g is chunk k ^ (g % 4) of the row. So each register meets another one of its column at the same
 /// place of the lane that it is added to, without a selection.
 template <class Shape>
 struct Strip {
-  int lane;
   int warp;
   int in_row;  ///< number of the lane among those of its row
   int group;
 
-  __device__ __forceinline__ Strip()
-      : lane(threadIdx.x % kWarpLanes),
-        warp(threadIdx.x / kWarpLanes),
-        in_row(lane % Shape::kLanes),
-        group(lane / Shape::kLanes) {}
+  __device__ __forceinline__ Strip() {
+    const unsigned thread = own_thread();
+    warp = thread / kWarpLanes;
+    in_row = thread % Shape::kLanes;
+    group = thread % kWarpLanes / Shape::kLanes;
+  }
 
   __device__ __forceinline__ int row(int step) const {
     return (step * Shape::kWarps + warp) * Shape::kGroups + group;
