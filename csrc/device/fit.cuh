@@ -127,40 +127,54 @@ __device__ __forceinline__ float guarded_col_scale(TileMemory<Shape>& memory,
     const float energy = memory.energy[token];
     return memory.live[token] && energy > 0.f ? inverse(energy) : 0.f;
   };
-  float loss[2];
-#pragma unroll 1
-  for (int pass = 0; pass < 2; ++pass) {
-    const float tried = pass == 0 ? alternative : scale;
-    __syncthreads();
-    float of_col = 0.f;
+  // The inverses of `scale`, and those of `alternative` where the weights will be.
+  const auto inverse_of = [&](int which) { return which == 0 ? memory.inverse : memory.weight; };
+  __syncthreads();
+  {
+    float of_col[2] = {0.f, 0.f};
     if (n < Shape::kCols) {
-      memory.inverse[n] = divide(1.f, tried);
-      of_col = tried * tried * (tokens.are_cols ? share(n) : 1.f);
+      inverse_of(0)[n] = divide(1.f, scale);
+      inverse_of(1)[n] = divide(1.f, alternative);
+      const float counted = tokens.are_cols ? share(n) : 1.f;
+      of_col[0] = scale * scale * counted;
+      of_col[1] = alternative * alternative * counted;
     }
-    put_warp_sum(of_col, memory.stat[1]);
-    __syncthreads();
-    const Strip<Shape> at;
-    float inverse_of[kStrip];
-    load_cols(memory.inverse, at, inverse_of);
-    float of_rows = 0.f;
-#pragma unroll 1
-    for (int step = 0; step < kSteps; ++step) {
-      const int row = at.row(step);
-      float y[kStrip];
-      scaled_row(memory, at, row, tokens.first_col(), inverse_of, y);
-      const RowRange range = row_range<Shape>(y);
-      const float length = range.hi - range.lo;
-      if (at.first_of_row()) {
-        of_rows = fmaf(length * length, tokens.are_cols ? 1.f : share(row), of_rows);
-      }
-    }
-    put_warp_sum(of_rows, memory.stat[0]);
-    __syncthreads();
-    const float total = sum_of_warps<Shape>(memory.stat[0]) * sum_of_warps<Shape>(memory.stat[1]);
-    loss[1] = total;
-    if (pass == 0) loss[0] = total;
+    put_warp_sum(of_col[0], memory.stat[0]);
+    put_warp_sum(of_col[1], memory.stat[1]);
   }
-  return loss[0] < kGuardShare * loss[1] ? alternative : scale;
+  __syncthreads();
+  const Strip<Shape> at;
+  const StripPlaces<Shape> places(at);
+  const float* const first = memory.tile + place_of<Shape>(at.row(0), tokens.first_col());
+#pragma unroll 1
+  for (int which = 0; which < 2; ++which) {
+    float w[kStrip];
+    load_cols(inverse_of(which), at, w);
+    const float inverse_first_col = inverse_of(which)[tokens.first_col()];
+    int most[kSteps];
+    unsigned least[kSteps];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      float y[kStrip];
+      load_strip(memory.tile, places, step, y);
+      const float about = first[step * (Shape::kStepRows * Shape::kCols)] * inverse_first_col;
+#pragma unroll
+      for (int j = 0; j < kStrip; ++j) y[j] = fmaf(y[j], w[j], -about);
+      strip_range(y, most[step], least[step]);
+    }
+    const RowRange range =
+        ends(row_total(at, most, [](int a, int b) { return max(a, b); }),
+             row_total(at, least, [](unsigned a, unsigned b) { return max(a, b); }));
+    const float length = range.hi - range.lo;
+    const float counted = at.in_row < kSteps ? tokens.are_cols ? 1.f : share(at.own_row()) : 0.f;
+    put_warp_sum(length * length * counted, memory.stat[2 + which]);
+  }
+  __syncthreads();
+  const float loss =
+      sum_of_warps<Shape>(memory.stat[0]) * sum_of_warps<Shape>(memory.stat[2]);
+  const float alternative_loss =
+      sum_of_warps<Shape>(memory.stat[1]) * sum_of_warps<Shape>(memory.stat[3]);
+  return alternative_loss < kGuardShare * loss ? alternative : scale;
 }
 
 /// Line threads: their column's scale takes effect. The sum of the weights lies in memory.stat[2]
@@ -444,7 +458,8 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
       if (tokens.are_cols) {
         const bool raised = raise_scale(true, mean + rest, tokens.bits, out);
         if (__any_sync(0xffffffffu, raised)) {
-          const Coding coding = coding_of(raised ? out : fit, levels);
+          const Affine coded = {raised ? out.scale : fit.scale, raised ? out.offset : fit.offset};
+          const Coding coding = coding_of(coded, levels);
 #pragma unroll
           for (int j = 0; j < kStrip; ++j) {
             q[j] = rounded_code(x[j], coding.slope, coding.start, levels) - from;

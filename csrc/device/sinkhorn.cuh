@@ -4,8 +4,8 @@
 // Scales are kept as factors: adding a logarithm is multiplying, the clips are the same. A pass
 // takes sum and sum of squares of x / scale about one element of the row or column, so that the
 // deviation of a constant one is exactly 0 and a large mean costs no precision: three operations an
-// element. Row deviations after a row's scale changed are the old ones divided by the change, and
-// a row's new scale is known before the next row is looked at: a round is one pass.
+// element. Row deviations after a row's scale changed are the old ones divided by the change: a
+// round looks at every element twice, once along rows and once along columns.
 #pragma once
 
 #include <cstdint>
@@ -44,30 +44,27 @@ __device__ __forceinline__ float row_deviation(const float (&x)[kStrip], const f
 }
 
 /// Line threads: the column scale of column threadIdx.x, of the tile times `factor`. Dead tokens
-/// must hold the numbers of the first live one. Dead columns then have its scale, and add nothing to
-/// the deviation of a row, which is taken about it. Starts and ends with a barrier.
+/// must hold the numbers of the first live one. They then have its scale, and add nothing to a
+/// deviation, which is taken about it. Starts and ends with a barrier.
 template <class Shape>
 __device__ __forceinline__ float sinkhorn_col_scale(TileMemory<Shape>& memory,
                                                     const Tokens<Shape>& tokens, float factor,
                                                     int iterations) {
   const int n = threadIdx.x;
   const bool has_col = n < Shape::kCols;
-  float* const row_scale = memory.mean;  // negative: of a row that is constant
   float (*const stat)[(Shape::kWarps + 3) / 4 * 4] = memory.stat;
-  const int first_row = tokens.first_row();
-  const int first_col = tokens.first_col();
-  if (n < Shape::kRows) row_scale[n] = 1.f;
+  float row_scale = 1.f;  // of the row that the lane has the totals of
+  bool row_active = true;
   float col_scale = 1.f;
   float col_scale_before = 1.f;
   float best_col_scale = 1.f;
   float col_deviation = 0.f;
   bool col_active = true;
   float best = 0.f;
-  __syncthreads();
+  const auto add = [](float a, float b) { return a + b; };
 
 #pragma unroll 1
   for (int round = 0;; ++round) {
-    const float inverse_first_row = divide(factor, fabsf(row_scale[first_row]));
     if (has_col) {
       if (round > 0 && col_active) {
         col_scale_before = col_scale;
@@ -76,7 +73,7 @@ __device__ __forceinline__ float sinkhorn_col_scale(TileMemory<Shape>& memory,
       memory.inverse[n] = divide(factor, col_scale);
     }
     __syncthreads();
-    if (round > 0) {
+    if (round > 0 && has_col) {
       // The previous round can be judged now; its column scales are those before the last change.
       const int k = (round - 1) % 2 * 4;
       const float imbalance =
@@ -86,59 +83,76 @@ __device__ __forceinline__ float sinkhorn_col_scale(TileMemory<Shape>& memory,
         best = imbalance;
         best_col_scale = col_active ? col_scale_before : 1.f;
       }
-      if (round > iterations) break;
     }
+    if (round > iterations) break;
 
     const Strip<Shape> at;
-    float w[kStrip];
-    load_cols(memory.inverse, at, w);
-    const float inverse_first_col = memory.inverse[first_col];
-    float about[kStrip];
-    load_strip(memory.tile, at, first_row, about);
+    const StripPlaces<Shape> places(at);
+    float inverse_row;
+    {
+      float w[kStrip];
+      load_cols(memory.inverse, at, w);
+      const int first_col = tokens.first_col();
+      const float inverse_first_col = memory.inverse[first_col];
+      const float* const first = memory.tile + place_of<Shape>(at.row(0), first_col);
+      float sums[2][kSteps];
 #pragma unroll
-    for (int j = 0; j < kStrip; ++j) about[j] *= -inverse_first_row;
-    float sums[2][kStrip] = {};
-    float least = kInfinity;
-    float most = 0.f;
-#pragma unroll 1
-    for (int step = 0; step < kSteps; ++step) {
-      const int row = at.row(step);
-      float x[kStrip];
-      load_strip(memory.tile, at, row, x);
-      const float first = memory.tile[place_of<Shape>(row, first_col)] * inverse_first_col;
-      float scale = row_scale[row];
-      float now = divide(row_deviation<Shape>(x, w, first, tokens.row_length()), fabsf(scale));
+      for (int step = 0; step < kSteps; ++step) {
+        float x[kStrip];
+        load_strip(memory.tile, places, step, x);
+        const float about = first[step * (Shape::kStepRows * Shape::kCols)] * inverse_first_col;
+        float of_strip[2];
+        strip_sums(
+            [&](int j, bool is_first, float (&sum)[2]) {
+              const float d = fmaf(x[j], w[j], -about);
+              add_to(sum[0], is_first, d);
+              add_product(sum[1], is_first, d, d);
+            },
+            of_strip);
+        sums[0][step] = of_strip[0];
+        sums[1][step] = of_strip[1];
+      }
+      float now = divide(deviation(row_total(at, sums[0], add), row_total(at, sums[1], add),
+                                   tokens.row_length()),
+                         row_scale);
       if (round == 0) {
-        if (now == 0.f) scale = -1.f;
-      } else if (scale > 0.f) {
-        const float before = scale;
-        scale = next_scale(before, now);
-        now *= divide(before, scale);
+        row_active = now != 0.f;
+      } else if (row_active) {
+        const float before = row_scale;
+        row_scale = next_scale(before, now);
+        now *= divide(before, row_scale);
       }
-      if (scale > 0.f) {
-        least = fminf(least, now);
-        most = fmaxf(most, now);
-      }
-      __syncwarp();
-      if (at.first_of_row()) row_scale[row] = scale;
-      if (tokens.row_counts(row)) {
-        const float inverse_of = divide(factor, fabsf(scale));
+      inverse_row = divide(factor, row_scale);
+      if (at.own_row() == tokens.first_row()) memory.inverse_first_row = inverse_row;
+      put_warp_min(row_active ? now : kInfinity, stat[round % 2 * 4]);
+      put_warp_max(row_active ? now : 0.f, stat[round % 2 * 4 + 1]);
+    }
+    __syncthreads();
+    {
+      float about[kStrip];
+      load_strip(memory.tile, at, tokens.first_row(), about);
+      const float inverse_first_row = memory.inverse_first_row;
+#pragma unroll
+      for (float& first : about) first *= -inverse_first_row;
+      float sums[2][kStrip];
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const float inverse_of = __shfl_sync(0xffffffffu, inverse_row, step, kSteps);
+        float x[kStrip];
+        load_strip(memory.tile, places, step, x);
 #pragma unroll
         for (int j = 0; j < kStrip; ++j) {
           const float d = fmaf(x[j], inverse_of, about[j]);
-          sums[0][j] += d;
-          sums[1][j] = fmaf(d, d, sums[1][j]);
+          add_to(sums[0][j], step == 0, d);
+          add_product(sums[1][j], step == 0, d, d);
         }
       }
+      put_col_sums<Shape>(at, sums, memory.partial);
     }
-    __syncwarp();
-    put_col_sums<Shape>(at, sums, memory.partial);
-    put_warp_min(least, stat[round % 2 * 4]);
-    put_warp_max(most, stat[round % 2 * 4 + 1]);
     __syncthreads();
 
-    least = kInfinity;
-    most = 0.f;
+    float least = kInfinity;
+    float most = 0.f;
     if (has_col) {
       // The sums are of x / row scale.
       col_deviation = divide(deviation(col_total<Shape>(memory.partial, 0),

@@ -30,7 +30,9 @@ struct TileShape {
   static constexpr int kGroups = kWarpLanes / kLanes;   ///< rows that a warp works on at once
   static constexpr int kWarps = kRows / (kGroups * kSteps);
   static constexpr int kThreads = kWarps * kWarpLanes;
-  static_assert(kThreads >= kRows && kThreads >= kCols);
+  static constexpr int kStepRows = kWarps * kGroups;  ///< from a lane's row to its next
+  static_assert(kThreads >= kRows && kThreads >= kCols && kLanes >= kSteps);
+  static_assert(kStepRows % 16 == 0, "place() of a row depends on its number in sixteen");
 };
 
 /// threadIdx.x; volatile, so that what follows from it is computed anew wherever it is wanted, and
@@ -41,9 +43,9 @@ __device__ __forceinline__ unsigned own_thread() {
   return thread;
 }
 
-/// Where a lane is; every pass makes its own. Lanes of different rows have their chunks in different orders: chunk k of group
-/// g is chunk k ^ (g % 4) of the row. So each register meets another one of its column at the same
-/// place of the lane that it is added to, without a selection.
+/// Where a lane is; every pass makes its own. Lanes of different rows have their chunks in different
+/// orders: chunk k of group g is chunk k ^ (g % 4) of the row. So each register meets another one of
+/// its column at the same place of the lane that it is added to, without a selection.
 template <class Shape>
 struct Strip {
   int warp;
@@ -64,6 +66,8 @@ struct Strip {
   __device__ __forceinline__ int col(int k) const {
     return (k ^ (group & 3)) * (Shape::kCols / kChunks) + in_row * kChunk;
   }
+  /// Of the rows of a lane, the one whose totals it gets from row_totals.
+  __device__ __forceinline__ int own_row() const { return row(in_row % kSteps); }
   /// Whether this lane is the one that writes what is known of its row.
   __device__ __forceinline__ bool first_of_row() const { return in_row == 0; }
 };
@@ -79,6 +83,29 @@ __device__ __forceinline__ int place(int row, int col) {
 template <class Shape>
 __device__ __forceinline__ int place_of(int row, int col) {
   return place<Shape>(row, col & ~(kChunk - 1)) + col % kChunk;
+}
+
+/// Where a lane's chunks of its first row are in the tile; those of another row are kStepRows rows
+/// on.
+template <class Shape>
+struct StripPlaces {
+  int of[kChunks];
+
+  __device__ __forceinline__ explicit StripPlaces(const Strip<Shape>& at) {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) of[k] = place<Shape>(at.row(0), at.col(k));
+  }
+};
+
+template <class Shape>
+__device__ __forceinline__ void load_strip(const float* tile, const StripPlaces<Shape>& places,
+                                           int step, float (&x)[kStrip]) {
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) {
+    const float4 four = *reinterpret_cast<const float4*>(
+        tile + places.of[k] + step * (Shape::kStepRows * Shape::kCols));
+    x[4 * k] = four.x, x[4 * k + 1] = four.y, x[4 * k + 2] = four.z, x[4 * k + 3] = four.w;
+  }
 }
 
 template <class Shape>
@@ -102,10 +129,31 @@ __device__ __forceinline__ void load_cols(const float* from, const Strip<Shape>&
   }
 }
 
-/// Sums along a row: add(j, first, sums) adds element j of the strip; the first one of a chunk sets
-/// the sums. All lanes of the row get the totals; these do not depend on the order of the chunks.
-template <class Shape, int kSums, class Add>
-__device__ __forceinline__ void row_sums(const Add& add, float (&sums)[kSums]) {
+/// What the lanes of a row have of each of their kSteps rows -> all of row own_row(). `join` must not
+/// depend on the order. Half the rows go at each of two steps, so that a lane is left with one.
+template <class Shape, class T, class Join>
+__device__ __forceinline__ T row_total(const Strip<Shape>& at, const T (&part)[kSteps],
+                                       const Join& join) {
+  static_assert(kSteps == 4);
+  const bool high = at.in_row & 2;
+  const bool odd = at.in_row & 1;
+  const T even_total = join(high ? part[2] : part[0],
+                            __shfl_xor_sync(0xffffffffu, high ? part[0] : part[2], 2));
+  const T odd_total = join(high ? part[3] : part[1],
+                           __shfl_xor_sync(0xffffffffu, high ? part[1] : part[3], 2));
+  T total = join(odd ? odd_total : even_total,
+                 __shfl_xor_sync(0xffffffffu, odd ? even_total : odd_total, 1));
+#pragma unroll
+  for (int distance = 4; distance < Shape::kLanes; distance *= 2) {
+    total = join(total, __shfl_xor_sync(0xffffffffu, total, distance));
+  }
+  return total;
+}
+
+/// Sums over a strip: add(j, first, sums) adds element j; the first one of a chunk sets the sums.
+/// These do not depend on the order of the chunks.
+template <int kSums, class Add>
+__device__ __forceinline__ void strip_sums(const Add& add, float (&sums)[kSums]) {
   float part[kChunks][kSums];
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
@@ -116,6 +164,12 @@ __device__ __forceinline__ void row_sums(const Add& add, float (&sums)[kSums]) {
   for (int q = 0; q < kSums; ++q) {
     sums[q] = (part[0][q] + part[1][q]) + (part[2][q] + part[3][q]);
   }
+}
+
+/// The same along a row; all its lanes get the totals.
+template <class Shape, int kSums, class Add>
+__device__ __forceinline__ void row_sums(const Add& add, float (&sums)[kSums]) {
+  strip_sums(add, sums);
 #pragma unroll
   for (int distance = 1; distance < Shape::kLanes; distance *= 2) {
 #pragma unroll
@@ -137,12 +191,11 @@ struct RowRange {
   float hi;
 };
 
-/// The smallest and the largest of the numbers of a row, one of which must be about 0: at most and
-/// at least 0. The largest is so as an integer too, and the smallest is the largest unsigned one.
-template <class Shape>
-__device__ __forceinline__ RowRange row_range(const float (&y)[kStrip]) {
-  int most = __float_as_int(y[0]);
-  unsigned least = __float_as_uint(y[0]);
+/// The largest of a strip's numbers, as an integer, and the largest as an unsigned one: the smallest,
+/// if it is negative.
+__device__ __forceinline__ void strip_range(const float (&y)[kStrip], int& most, unsigned& least) {
+  most = __float_as_int(y[0]);
+  least = __float_as_uint(y[0]);
 #pragma unroll
   for (int j = 1; j + 1 < kStrip; j += 2) {
     most = __vimax3_s32(most, __float_as_int(y[j]), __float_as_int(y[j + 1]));
@@ -150,12 +203,25 @@ __device__ __forceinline__ RowRange row_range(const float (&y)[kStrip]) {
   }
   most = max(most, __float_as_int(y[kStrip - 1]));
   least = max(least, __float_as_uint(y[kStrip - 1]));
+}
+
+__device__ __forceinline__ RowRange ends(int most, unsigned least) {
+  return {fminf(__uint_as_float(least), 0.f), fmaxf(__int_as_float(most), 0.f)};
+}
+
+/// The smallest and the largest of the numbers of a row, one of which must be about 0: at most and
+/// at least 0.
+template <class Shape>
+__device__ __forceinline__ RowRange row_range(const float (&y)[kStrip]) {
+  int most;
+  unsigned least;
+  strip_range(y, most, least);
 #pragma unroll
   for (int distance = 1; distance < Shape::kLanes; distance *= 2) {
     most = max(most, __shfl_xor_sync(0xffffffffu, most, distance));
     least = max(least, __shfl_xor_sync(0xffffffffu, least, distance));
   }
-  return {fminf(__uint_as_float(least), 0.f), fmaxf(__int_as_float(most), 0.f)};
+  return ends(most, least);
 }
 
 /// Sums along columns that the lanes of a warp hold, over its rows; to shared memory, for
@@ -279,7 +345,7 @@ struct TileMemory {
   float shift[Shape::kCols];    ///< of codes, of a column
   float col_scale[Shape::kCols];
 
-  // Of rows. In the normalization, `mean` is its scale.
+  // Of rows.
   float mean[Shape::kRows];  ///< what is taken off x / column scale
   Affine fit[Shape::kRows];  ///< that the codes are of, of x / column scale - mean
   Affine out[Shape::kRows];  ///< that the reader gets, of x / column scale
@@ -292,6 +358,7 @@ struct TileMemory {
   bool live[kTokens];
 
   float stat[kStats][(Shape::kWarps + 3) / 4 * 4];
+  float inverse_first_row;  ///< factor / scale of the first row, in the normalization
   int live_tokens;
   int first_live;  ///< 0 if none is
 };
