@@ -118,7 +118,7 @@ __device__ __forceinline__ void find_energies(device::TileMemory<Shape>& memory,
 }
 
 /// A token is dead if it has NaN or infinity or nothing but zeros. Dead ones get the numbers of the
-/// first live one, or 0 where there is none. Ends with a barrier.
+/// last live one, or 0 where there is none. Ends with a barrier.
 template <class Shape>
 __device__ __forceinline__ void find_live(device::TileMemory<Shape>& memory,
                                           const device::Tokens<Shape>& tokens) {
@@ -126,7 +126,7 @@ __device__ __forceinline__ void find_live(device::TileMemory<Shape>& memory,
   const int n = threadIdx.x;
   const bool has_token = n < tokens.count();
   const auto alive = [](float sum) { return sum > 0.f && sum < device::kInfinity; };
-  if (n == 0) memory.first_live = tokens.count();
+  if (n == 0) memory.last_live = 0;
   float energy = 1.f;
   bool own_live = false;
 #pragma unroll 1
@@ -143,16 +143,14 @@ __device__ __forceinline__ void find_live(device::TileMemory<Shape>& memory,
   const int live = __syncthreads_count(own_live);
   if (n == 0) memory.live_tokens = live;
   if (live == tokens.count()) {
-    if (n == 0) memory.first_live = 0;
+    if (n == 0) memory.last_live = live - 1;
     __syncthreads();
     return;
   }
-  if (own_live) atomicMin(&memory.first_live, n);
+  if (own_live) atomicMax(&memory.last_live, n);
   __syncthreads();
-  if (n == 0 && live == 0) memory.first_live = 0;
-  __syncthreads();
-  const int first = memory.first_live;
-  if (has_token && !own_live) memory.energy[n] = live == 0 ? 0.f : memory.found[first];
+  const int last = memory.last_live;
+  if (has_token && !own_live) memory.energy[n] = live == 0 ? 0.f : memory.found[last];
 #pragma unroll 1
   for (int i = n; i < Shape::kRows * Shape::kCols; i += Shape::kThreads) {
     const int row = i / Shape::kCols;
@@ -160,8 +158,8 @@ __device__ __forceinline__ void find_live(device::TileMemory<Shape>& memory,
     if (memory.live[tokens.are_cols ? col : row]) continue;
     memory.tile[device::place_of<Shape>(row, col)] =
         live == 0 ? 0.f
-                  : memory.tile[tokens.are_cols ? device::place_of<Shape>(row, first)
-                                                : device::place_of<Shape>(first, col)];
+                  : memory.tile[tokens.are_cols ? device::place_of<Shape>(row, last)
+                                                : device::place_of<Shape>(last, col)];
   }
   __syncthreads();
 }

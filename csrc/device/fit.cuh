@@ -104,10 +104,10 @@ __device__ __forceinline__ float limited_col_scale(float scale) {
 /// A row of x / column scale less `about`, which is one of its numbers.
 template <class Shape>
 __device__ __forceinline__ float scaled_row(const TileMemory<Shape>& memory, const Strip<Shape>& at,
-                                            int row, int first_col, const float (&inverse)[kStrip],
+                                            int row, int last_col, const float (&inverse)[kStrip],
                                             float (&y)[kStrip]) {
   load_strip(memory.tile, at, row, y);
-  const float about = memory.tile[place_of<Shape>(row, first_col)] * memory.inverse[first_col];
+  const float about = memory.tile[place_of<Shape>(row, last_col)] * memory.inverse[last_col];
 #pragma unroll
   for (int j = 0; j < kStrip; ++j) y[j] = fmaf(y[j], inverse[j], -about);
   return about;
@@ -145,19 +145,19 @@ __device__ __forceinline__ float guarded_col_scale(TileMemory<Shape>& memory,
   __syncthreads();
   const Strip<Shape> at;
   const StripPlaces<Shape> places(at);
-  const float* const first = memory.tile + place_of<Shape>(at.row(0), tokens.first_col());
+  const float* const last = memory.tile + place_of<Shape>(at.row(0), tokens.last_col());
 #pragma unroll 1
   for (int which = 0; which < 2; ++which) {
     float w[kStrip];
     load_cols(inverse_of(which), at, w);
-    const float inverse_first_col = inverse_of(which)[tokens.first_col()];
+    const float inverse_last_col = inverse_of(which)[tokens.last_col()];
     int most[kSteps];
     unsigned least[kSteps];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       float y[kStrip];
       load_strip(memory.tile, places, step, y);
-      const float about = first[step * (Shape::kStepRows * Shape::kCols)] * inverse_first_col;
+      const float about = last[step * (Shape::kStepRows * Shape::kCols)] * inverse_last_col;
 #pragma unroll
       for (int j = 0; j < kStrip; ++j) y[j] = fmaf(y[j], w[j], -about);
       strip_range(y, most[step], least[step]);
@@ -250,7 +250,7 @@ __device__ __forceinline__ void fit_minmax(TileMemory<Shape>& memory,
     const int row = at.row(step);
     float y[kStrip];
     const float about =
-        scaled_row(memory, at, row, tokens.first_col(), inverse_of, y);
+        scaled_row(memory, at, row, tokens.last_col(), inverse_of, y);
     const RowRange range = row_range<Shape>(y);
     Affine fit = {divide(range.hi - range.lo, levels), range.lo + about};
     const bool counts = tokens.row_counts(row);
@@ -357,7 +357,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
       {
         float inverse_of[kStrip];
         load_cols(memory.inverse, at, inverse_of);
-        mean = scaled_row(memory, at, row, tokens.first_col(), inverse_of, x);
+        mean = scaled_row(memory, at, row, tokens.last_col(), inverse_of, x);
         const RowRange range = row_range<Shape>(x);
         const float centre = (range.lo + range.hi) / 2;
         mean += centre;

@@ -4,7 +4,7 @@
 // Scales are kept as factors: adding a logarithm is multiplying, the clips are the same. A pass
 // takes sum and sum of squares of x / scale about one element of the row or column, so that the
 // deviation of a constant one is exactly 0 and a large mean costs no precision: three operations an
-// element. Row deviations after a row's scale changed are the old ones divided by the change: a
+// element. The last ones are taken: of tokens, the first ones of a sequence may be massive. Row deviations after a row's scale changed are the old ones divided by the change: a
 // round looks at every element twice, once along rows and once along columns.
 #pragma once
 
@@ -44,7 +44,7 @@ __device__ __forceinline__ float row_deviation(const float (&x)[kStrip], const f
 }
 
 /// Line threads: the column scale of column threadIdx.x, of the tile times `factor`. Dead tokens
-/// must hold the numbers of the first live one. They then have its scale, and add nothing to a
+/// must hold the numbers of the last live one. They then have its scale, and add nothing to a
 /// deviation, which is taken about it. Starts and ends with a barrier.
 template <class Shape>
 __device__ __forceinline__ float sinkhorn_col_scale(TileMemory<Shape>& memory,
@@ -92,15 +92,15 @@ __device__ __forceinline__ float sinkhorn_col_scale(TileMemory<Shape>& memory,
     {
       float w[kStrip];
       load_cols(memory.inverse, at, w);
-      const int first_col = tokens.first_col();
-      const float inverse_first_col = memory.inverse[first_col];
-      const float* const first = memory.tile + place_of<Shape>(at.row(0), first_col);
+      const int last_col = tokens.last_col();
+      const float inverse_last_col = memory.inverse[last_col];
+      const float* const last = memory.tile + place_of<Shape>(at.row(0), last_col);
       float sums[2][kSteps];
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         float x[kStrip];
         load_strip(memory.tile, places, step, x);
-        const float about = first[step * (Shape::kStepRows * Shape::kCols)] * inverse_first_col;
+        const float about = last[step * (Shape::kStepRows * Shape::kCols)] * inverse_last_col;
         float of_strip[2];
         strip_sums(
             [&](int j, bool is_first, float (&sum)[2]) {
@@ -123,17 +123,17 @@ __device__ __forceinline__ float sinkhorn_col_scale(TileMemory<Shape>& memory,
         now *= divide(before, row_scale);
       }
       inverse_row = divide(factor, row_scale);
-      if (at.own_row() == tokens.first_row()) memory.inverse_first_row = inverse_row;
+      if (at.own_row() == tokens.last_row()) memory.inverse_last_row = inverse_row;
       put_warp_min(row_active ? now : kInfinity, stat[round % 2 * 4]);
       put_warp_max(row_active ? now : 0.f, stat[round % 2 * 4 + 1]);
     }
     __syncthreads();
     {
       float about[kStrip];
-      load_strip(memory.tile, at, tokens.first_row(), about);
-      const float inverse_first_row = memory.inverse_first_row;
+      load_strip(memory.tile, at, tokens.last_row(), about);
+      const float inverse_last_row = memory.inverse_last_row;
 #pragma unroll
-      for (float& first : about) first *= -inverse_first_row;
+      for (float& last : about) last *= -inverse_last_row;
       float sums[2][kStrip];
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {

@@ -353,14 +353,14 @@ struct TileMemory {
   float variance[Shape::kRows];
 
   // Of tokens.
-  float energy[kTokens];  ///< sum of squares; of a dead one, that of the first live one
+  float energy[kTokens];  ///< sum of squares; of a dead one, that of the last live one
   float found[kTokens];   ///< sum of squares of what was found
   bool live[kTokens];
 
   float stat[kStats][(Shape::kWarps + 3) / 4 * 4];
-  float inverse_first_row;  ///< factor / scale of the first row, in the normalization
+  float inverse_last_row;  ///< factor / scale of the last row, in the normalization
   int live_tokens;
-  int first_live;  ///< 0 if none is
+  int last_live;  ///< 0 if none is
 };
 
 /// What the numbers of a tile are; the same for all threads.
@@ -371,11 +371,15 @@ struct Tokens {
   const TileMemory<Shape>& memory;
 
   __device__ __forceinline__ int live() const { return memory.live_tokens; }
-  __device__ __forceinline__ int first() const { return memory.first_live; }
+  __device__ __forceinline__ int last() const { return memory.last_live; }
   __device__ __forceinline__ int count() const { return are_cols ? Shape::kCols : Shape::kRows; }
   __device__ __forceinline__ bool all_live() const { return live() == count(); }
-  __device__ __forceinline__ int first_row() const { return are_cols ? 0 : first(); }
-  __device__ __forceinline__ int first_col() const { return are_cols ? first() : 0; }
+  __device__ __forceinline__ int last_row() const {
+    return are_cols ? Shape::kRows - 1 : last();
+  }
+  __device__ __forceinline__ int last_col() const {
+    return are_cols ? last() : Shape::kCols - 1;
+  }
   /// Entries of a row and of a column that count.
   __device__ __forceinline__ float row_length() const {
     return static_cast<float>(are_cols ? live() : Shape::kCols);
