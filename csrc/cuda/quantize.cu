@@ -14,6 +14,7 @@
 // how it gets there, sinkhorn.cuh and fit.cuh what is computed, pack.cuh how it leaves.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -43,6 +44,7 @@ struct Jobs {
   int64_t record_stride[2];  ///< tile, head
   int64_t tiles;
   int32_t heads;
+  uint32_t parts;  ///< 2 * tiles * heads
   IndexArray source;  ///< null: i
   IndexArray target;
   int64_t sources;
@@ -54,7 +56,7 @@ struct Jobs {
   bool aligned;  ///< tokens start at multiples of 16 bytes
 };
 
-/// Which tile of which head a block is about.
+/// Which tile of which head part number `i` of all is about. Parts are pairs of K and V.
 struct Job {
   int64_t source;
   int64_t target;
@@ -62,10 +64,10 @@ struct Job {
   bool skipped;
 };
 
-__device__ __forceinline__ Job job_of(const Jobs& jobs) {
+__device__ __forceinline__ Job job_of(const Jobs& jobs, unsigned part) {
   const unsigned heads = static_cast<unsigned>(jobs.heads);
-  const int64_t i = blockIdx.x / 2 / heads;
-  Job job = {i, i, blockIdx.x / 2 % heads, false};
+  const int64_t i = part / 2 / heads;
+  Job job = {i, i, part / 2 % heads, false};
   if (jobs.source.data != nullptr) job.source = jobs.source[i];
   if (jobs.target.data != nullptr) job.target = jobs.target[i];
   // Padding; what is out of range is reported where it is looked for.
@@ -281,9 +283,9 @@ __device__ __forceinline__ void clear_dead_keys(device::TileMemory<Shape>& memor
 /// one body for both.
 template <class Shape, bool kMayBeKey, bool kMayBeValue>
 __device__ __forceinline__ void quantize_part(const Jobs& jobs, device::TileMemory<Shape>& memory,
-                                              bool is_key) {
+                                              unsigned part_number, bool is_key) {
   const bool key = kMayBeKey && (!kMayBeValue || is_key);
-  const Job job = job_of(jobs);
+  const Job job = job_of(jobs, part_number);
   if (job.skipped) return;
   device::load_rotated<Shape, kMayBeKey, kMayBeValue>(tokens_of(jobs, job, key), key, memory.tokens,
                                                       memory.tile);
@@ -303,7 +305,7 @@ __device__ __forceinline__ void quantize_part(const Jobs& jobs, device::TileMemo
   if (key && !tokens.all_live()) clear_dead_keys(memory);
 
   const RecordLayout layout = record_layout(jobs.format);
-  const Job target = job_of(jobs);
+  const Job target = job_of(jobs, part_number);
   uint8_t* const part = jobs.records + target.target * jobs.record_stride[0] +
                         target.head * jobs.record_stride[1] + (key ? 0 : layout.value_codes);
   switch (bits) {
@@ -338,37 +340,52 @@ __global__ void __launch_bounds__(kThreads<kDim, kGroup>, 512 / kThreads<kDim, k
   extern __shared__ uint4 shared[];
   device::let_next_start();
   device::wait_for_previous();
-  const bool key = blockIdx.x % 2 == 0;
   using KeyMemory = device::TileMemory<KeyShape<kDim, kGroup>>;
   using ValueMemory = device::TileMemory<ValueShape<kDim, kGroup>>;
-  if constexpr (kDim == kGroup) {
-    quantize_part<KeyShape<kDim, kGroup>, true, true>(jobs, *reinterpret_cast<KeyMemory*>(shared),
-                                                      key);
-  } else if (key) {
-    quantize_part<KeyShape<kDim, kGroup>, true, false>(jobs, *reinterpret_cast<KeyMemory*>(shared),
-                                                       true);
-  } else {
-    quantize_part<ValueShape<kDim, kGroup>, false, true>(
-        jobs, *reinterpret_cast<ValueMemory*>(shared), false);
+  // Blocks may be fewer than parts; each takes K and V in turn, so that all have as much to do.
+  unsigned turned = 0;
+#pragma unroll 1
+  for (unsigned i = blockIdx.x; i < jobs.parts; i += gridDim.x, turned ^= 1) {
+    const unsigned part = i ^ turned;
+    const bool key = part % 2 == 0;
+    if constexpr (kDim == kGroup) {
+      quantize_part<KeyShape<kDim, kGroup>, true, true>(jobs, *reinterpret_cast<KeyMemory*>(shared),
+                                                        part, key);
+    } else if (key) {
+      quantize_part<KeyShape<kDim, kGroup>, true, false>(
+          jobs, *reinterpret_cast<KeyMemory*>(shared), part, true);
+    } else {
+      quantize_part<ValueShape<kDim, kGroup>, false, true>(
+          jobs, *reinterpret_cast<ValueMemory*>(shared), part, false);
+    }
   }
 }
 
 template <int kDim, int kGroup>
-Status run(const Jobs& jobs, void* stream) {
+Status run(Jobs& jobs, void* stream) {
   constexpr size_t kKeyBytes = sizeof(device::TileMemory<KeyShape<kDim, kGroup>>);
   constexpr size_t kValueBytes = sizeof(device::TileMemory<ValueShape<kDim, kGroup>>);
   constexpr size_t kBytes = kKeyBytes > kValueBytes ? kKeyBytes : kValueBytes;
-  const int64_t blocks = 2 * jobs.tiles * jobs.heads;
-  if (blocks == 0) return {};
-  if (Status status = check_grid("key", blocks); !status.ok()) return status;
-  if (Status status = allow_shared_memory(quantize_kernel<kDim, kGroup>, kBytes); !status.ok()) {
-    return status;
+  constexpr auto kernel = quantize_kernel<kDim, kGroup>;
+  const int64_t parts = 2 * jobs.tiles * jobs.heads;
+  if (parts == 0) return {};
+  if (Status status = check_grid("key", parts); !status.ok()) return status;
+  if (Status status = allow_shared_memory(kernel, kBytes); !status.ok()) return status;
+  jobs.parts = static_cast<unsigned>(parts);
+  unsigned blocks = jobs.parts;
+  if (jobs.target.data != nullptr) {
+    // Most may be padding, and the start of a block that has much shared memory takes its time.
+    int most = 0;
+    if (Status status = resident_blocks(kernel, kThreads<kDim, kGroup>, kBytes, most);
+        !status.ok()) {
+      return status;
+    }
+    blocks = std::min(blocks, std::max(2u, static_cast<unsigned>(most) / 2 * 2));
   }
-  return launch_early(quantize_kernel<kDim, kGroup>, dim3(static_cast<unsigned>(blocks)),
-                      dim3(kThreads<kDim, kGroup>), kBytes, stream, jobs);
+  return launch_early(kernel, dim3(blocks), dim3(kThreads<kDim, kGroup>), kBytes, stream, jobs);
 }
 
-Status run(const Jobs& jobs, void* stream) {
+Status run(Jobs& jobs, void* stream) {
   const bool long_group = jobs.format.group == 128;
   switch (jobs.format.head_dim) {
     case 64:

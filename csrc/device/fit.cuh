@@ -359,12 +359,8 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
         load_cols(memory.inverse, at, inverse_of);
         mean = scaled_row(memory, at, row, tokens.last_col(), inverse_of, x);
         const RowRange range = row_range<Shape>(x);
-        const float centre = (range.lo + range.hi) / 2;
-        mean += centre;
-#pragma unroll
-        for (int j = 0; j < kStrip; ++j) x[j] -= centre;
         fit.scale = divide(range_share * (range.hi - range.lo), levels);
-        fit.offset = -fit.scale * levels / 2;
+        fit.offset = (range.lo + range.hi - fit.scale * levels) / 2;
       }
       float q[kStrip];
       float of_row[5];
@@ -393,8 +389,8 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
         sums[1][j] = fmaf(y, y, sums[1][j]);
       }
       if (at.first_of_row()) {
-        memory.mean[row] = mean;
-        memory.fit[row] = fit;
+        memory.mean[row] = true_mean;
+        memory.fit[row] = {fit.scale, fit.offset - rest};
       }
     }
     put_col_sums<Shape>(at, sums, memory.partial);
