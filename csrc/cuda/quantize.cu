@@ -88,12 +88,13 @@ template <class Shape>
 __device__ __forceinline__ void find_energies(device::TileMemory<Shape>& memory, bool are_cols,
                                               float boost) {
   const device::Strip<Shape> at;
+  const device::StripPlaces<Shape> places(at);
   float sums[1][kStrip] = {};
 #pragma unroll 1
   for (int step = 0; step < device::kSteps; ++step) {
     const int row = at.row(step);
     float x[kStrip];
-    device::load_strip(memory.tile, at, row, x);
+    device::load_strip(memory.tile, places, step, x);
 #pragma unroll
     for (float& value : x) value *= boost;
     if (are_cols) {

@@ -52,18 +52,17 @@ template <class Shape>
 __device__ __forceinline__ float channel_spread(TileMemory<Shape>& memory,
                                                 const Tokens<Shape>& tokens) {
   const Strip<Shape> at;
+  const StripPlaces<Shape> places(at);
+  const int first = place_of<Shape>(at.row(0), 0);
   float sums[2][kStrip] = {};
   float counted = 0.f;
-  float ones[kStrip];
-#pragma unroll
-  for (float& one : ones) one = 1.f;
 #pragma unroll 1
   for (int step = 0; step < kSteps; ++step) {
     const int row = at.row(step);
     float x[kStrip];
-    load_strip(memory.tile, at, row, x);
+    load_strip(memory.tile, places, step, x);
     const float spread_of_row =
-        row_deviation<Shape>(x, ones, memory.tile[place_of<Shape>(row, 0)], Shape::kCols);
+        row_deviation<Shape>(x, memory.tile[first + step * Shape::kStepPlaces], Shape::kCols);
     const bool counts = tokens.row_counts(row) && spread_of_row > 0.f;
     const float inverse_of = counts ? inverse(spread_of_row) : 0.f;
     if (counts && at.first_of_row()) counted += 1.f;
@@ -101,13 +100,15 @@ __device__ __forceinline__ float limited_col_scale(float scale) {
   return scale == 0.f ? 1.f : clip(scale, 0x1p-12f, 0x1p14f);
 }
 
-/// A row of x / column scale less `about`, which is one of its numbers.
+/// Row number `step` of a lane, of x / column scale, less `about`, which is one of its numbers: that
+/// of the last column, whose first one of the lane is at `last`.
 template <class Shape>
-__device__ __forceinline__ float scaled_row(const TileMemory<Shape>& memory, const Strip<Shape>& at,
-                                            int row, int last_col, const float (&inverse)[kStrip],
+__device__ __forceinline__ float scaled_row(const TileMemory<Shape>& memory,
+                                            const StripPlaces<Shape>& places, int step, int last,
+                                            float inverse_last, const float (&inverse)[kStrip],
                                             float (&y)[kStrip]) {
-  load_strip(memory.tile, at, row, y);
-  const float about = memory.tile[place_of<Shape>(row, last_col)] * memory.inverse[last_col];
+  load_strip(memory.tile, places, step, y);
+  const float about = memory.tile[last + step * Shape::kStepPlaces] * inverse_last;
 #pragma unroll
   for (int j = 0; j < kStrip; ++j) y[j] = fmaf(y[j], inverse[j], -about);
   return about;
@@ -145,21 +146,18 @@ __device__ __forceinline__ float guarded_col_scale(TileMemory<Shape>& memory,
   __syncthreads();
   const Strip<Shape> at;
   const StripPlaces<Shape> places(at);
-  const float* const last = memory.tile + place_of<Shape>(at.row(0), tokens.last_col());
+  const int last = place_of<Shape>(at.row(0), tokens.last_col());
 #pragma unroll 1
   for (int which = 0; which < 2; ++which) {
     float w[kStrip];
     load_cols(inverse_of(which), at, w);
-    const float inverse_last_col = inverse_of(which)[tokens.last_col()];
+    const float inverse_last = inverse_of(which)[tokens.last_col()];
     int most[kSteps];
     unsigned least[kSteps];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       float y[kStrip];
-      load_strip(memory.tile, places, step, y);
-      const float about = last[step * (Shape::kStepRows * Shape::kCols)] * inverse_last_col;
-#pragma unroll
-      for (int j = 0; j < kStrip; ++j) y[j] = fmaf(y[j], w[j], -about);
+      scaled_row(memory, places, step, last, inverse_last, w, y);
       strip_range(y, most[step], least[step]);
     }
     const RowRange range =
@@ -243,14 +241,16 @@ __device__ __forceinline__ void fit_minmax(TileMemory<Shape>& memory,
                                            const Tokens<Shape>& tokens) {
   const float levels = tokens.levels();
   const Strip<Shape> at;
+  const StripPlaces<Shape> places(at);
+  const int last = place_of<Shape>(at.row(0), tokens.last_col());
+  const float inverse_last = memory.inverse[tokens.last_col()];
   float inverse_of[kStrip];
   load_cols(memory.inverse, at, inverse_of);
 #pragma unroll 1
   for (int step = 0; step < kSteps; ++step) {
     const int row = at.row(step);
     float y[kStrip];
-    const float about =
-        scaled_row(memory, at, row, tokens.last_col(), inverse_of, y);
+    const float about = scaled_row(memory, places, step, last, inverse_last, inverse_of, y);
     const RowRange range = row_range<Shape>(y);
     Affine fit = {divide(range.hi - range.lo, levels), range.lo + about};
     const bool counts = tokens.row_counts(row);
@@ -343,6 +343,9 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
   // squares were taken from.
   {
     const Strip<Shape> at;
+    const StripPlaces<Shape> places(at);
+    const int last = place_of<Shape>(at.row(0), tokens.last_col());
+    const float inverse_last = memory.inverse[tokens.last_col()];
     const float inverse_weight = inverse_or_0(sum_of_warps<Shape>(memory.stat[2]));
     const float range_share = start_range(tokens.bits, Shape::kCols);
     float w[kStrip];
@@ -357,7 +360,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
       {
         float inverse_of[kStrip];
         load_cols(memory.inverse, at, inverse_of);
-        mean = scaled_row(memory, at, row, tokens.last_col(), inverse_of, x);
+        mean = scaled_row(memory, places, step, last, inverse_last, inverse_of, x);
         const RowRange range = row_range<Shape>(x);
         fit.scale = divide(range_share * (range.hi - range.lo), levels);
         fit.offset = (range.lo + range.hi - fit.scale * levels) / 2;
@@ -419,6 +422,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
   // 1/2 to a column's sum, as one without error does.
   const float inverse_weight = inverse_or_0(sum_of_warps<Shape>(memory.stat[2]));
   const Strip<Shape> at;
+  const StripPlaces<Shape> places(at);
   float w[kStrip];
   load_cols(memory.weight, at, w);
   {
@@ -436,7 +440,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
       {
         float inverse_of[kStrip];
         load_cols(memory.inverse, at, inverse_of);
-        load_strip(memory.tile, at, row, x);
+        load_strip(memory.tile, places, step, x);
 #pragma unroll
         for (int j = 0; j < kStrip; ++j) x[j] = fmaf(x[j], inverse_of[j], -mean);
       }
@@ -513,7 +517,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
     {
       float inverse_of[kStrip];
       load_cols(memory.inverse, at, inverse_of);
-      load_strip(memory.tile, at, row, x);
+      load_strip(memory.tile, places, step, x);
 #pragma unroll
       for (int j = 0; j < kStrip; ++j) x[j] = fmaf(x[j], inverse_of[j], -mean);
     }

@@ -28,14 +28,14 @@ __device__ __forceinline__ float spread(float least, float most) {
   return most == 0.f ? 0.f : divide(most, fmaxf(least, 1e-8f));
 }
 
-/// Deviation of a row of the strip's numbers times w.
+/// Deviation of a row of the strip's numbers.
 template <class Shape>
-__device__ __forceinline__ float row_deviation(const float (&x)[kStrip], const float (&w)[kStrip],
-                                               float about, float length) {
+__device__ __forceinline__ float row_deviation(const float (&x)[kStrip], float about,
+                                               float length) {
   float sums[2];
   row_sums<Shape>(
       [&](int j, bool first, float (&sum)[2]) {
-        const float d = fmaf(x[j], w[j], -about);
+        const float d = x[j] - about;
         add_to(sum[0], first, d);
         add_product(sum[1], first, d, d);
       },
@@ -100,7 +100,7 @@ __device__ __forceinline__ float sinkhorn_col_scale(TileMemory<Shape>& memory,
       for (int step = 0; step < kSteps; ++step) {
         float x[kStrip];
         load_strip(memory.tile, places, step, x);
-        const float about = last[step * (Shape::kStepRows * Shape::kCols)] * inverse_last_col;
+        const float about = last[step * Shape::kStepPlaces] * inverse_last_col;
         float of_strip[2];
         strip_sums(
             [&](int j, bool is_first, float (&sum)[2]) {

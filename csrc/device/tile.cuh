@@ -31,6 +31,7 @@ struct TileShape {
   static constexpr int kWarps = kRows / (kGroups * kSteps);
   static constexpr int kThreads = kWarps * kWarpLanes;
   static constexpr int kStepRows = kWarps * kGroups;  ///< from a lane's row to its next
+  static constexpr int kStepPlaces = kStepRows * kCols;
   static_assert(kThreads >= kRows && kThreads >= kCols && kLanes >= kSteps);
   static_assert(kStepRows % 16 == 0, "place() of a row depends on its number in sixteen");
 };
@@ -103,7 +104,7 @@ __device__ __forceinline__ void load_strip(const float* tile, const StripPlaces<
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
     const float4 four = *reinterpret_cast<const float4*>(
-        tile + places.of[k] + step * (Shape::kStepRows * Shape::kCols));
+        tile + places.of[k] + step * Shape::kStepPlaces);
     x[4 * k] = four.x, x[4 * k + 1] = four.y, x[4 * k + 2] = four.z, x[4 * k + 3] = four.w;
   }
 }
