@@ -44,7 +44,7 @@ struct Jobs {
   int64_t record_stride[2];  ///< tile, head
   int64_t tiles;
   int32_t heads;
-  uint32_t parts;  ///< 2 * tiles * heads
+  uint32_t parts;     ///< 2 * tiles * heads
   IndexArray source;  ///< null: i
   IndexArray target;
   int64_t sources;
@@ -226,8 +226,7 @@ __device__ __forceinline__ void store_half(uint8_t* fields, int n, __half value)
 /// Scales and zero points into the record. Contains a barrier.
 template <class Shape>
 __device__ __forceinline__ void store_scales(device::TileMemory<Shape>& memory,
-                                             const device::Tokens<Shape>& tokens,
-                                             uint8_t* fields) {
+                                             const device::Tokens<Shape>& tokens, uint8_t* fields) {
   const int n = threadIdx.x;
   const bool has_row = n < Shape::kRows;
   const bool has_col = n < Shape::kCols;
@@ -245,16 +244,13 @@ __device__ __forceinline__ void store_scales(device::TileMemory<Shape>& memory,
                            ? exp2f(rintf((log2f(most_row) - log2f(most_col)) / 2))
                            : 1.f;
   // What stands for the scale of a dead token: 0, or NaN if it has NaN or infinity.
-  const auto of_dead = [&] {
-    return memory.found[n] == 0.f ? 0.f : __int_as_float(0x7fffffff);
-  };
+  const auto of_dead = [&] { return memory.found[n] == 0.f ? 0.f : __int_as_float(0x7fffffff); };
   if (has_row) {
     __half stored =
         __float2half_rn(device::clip(row.scale / factor, -device::kMaxHalf, device::kMaxHalf));
     const float scale = __half2float(stored) * factor;
     float zero_point =
-        scale == 0.f ? 0.f
-                     : device::clip(row.offset / scale, -device::kMaxHalf, device::kMaxHalf);
+        scale == 0.f ? 0.f : device::clip(row.offset / scale, -device::kMaxHalf, device::kMaxHalf);
     if (!row_counts) {
       stored = __float2half_rn(of_dead());
       zero_point = 0.f;

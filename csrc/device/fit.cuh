@@ -100,8 +100,8 @@ __device__ __forceinline__ float limited_col_scale(float scale) {
   return scale == 0.f ? 1.f : clip(scale, 0x1p-12f, 0x1p14f);
 }
 
-/// Row number `step` of a lane, of x / column scale, less `about`, which is one of its numbers: that
-/// of the last column, whose first one of the lane is at `last`.
+/// Row number `step` of a lane, of x / column scale, less `about`, which is one of its numbers:
+/// that of the last column, whose first one of the lane is at `last`.
 template <class Shape>
 __device__ __forceinline__ float scaled_row(const TileMemory<Shape>& memory,
                                             const StripPlaces<Shape>& places, int step, int last,
@@ -168,8 +168,7 @@ __device__ __forceinline__ float guarded_col_scale(TileMemory<Shape>& memory,
     put_warp_sum(length * length * counted, memory.stat[2 + which]);
   }
   __syncthreads();
-  const float loss =
-      sum_of_warps<Shape>(memory.stat[0]) * sum_of_warps<Shape>(memory.stat[2]);
+  const float loss = sum_of_warps<Shape>(memory.stat[0]) * sum_of_warps<Shape>(memory.stat[2]);
   const float alternative_loss =
       sum_of_warps<Shape>(memory.stat[1]) * sum_of_warps<Shape>(memory.stat[3]);
   return alternative_loss < kGuardShare * loss ? alternative : scale;
@@ -217,9 +216,8 @@ __device__ __forceinline__ void put_codes(TileMemory<Shape>& memory, const Strip
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
     const auto bits = [&](int e) { return __float_as_uint(q[kChunk * k + e]); };
-    *reinterpret_cast<uint32_t*>(out + at.col(k)) =
-        __byte_perm(__byte_perm(bits(0), bits(1), 0x0040), __byte_perm(bits(2), bits(3), 0x0040),
-                    0x5410);
+    *reinterpret_cast<uint32_t*>(out + at.col(k)) = __byte_perm(
+        __byte_perm(bits(0), bits(1), 0x0040), __byte_perm(bits(2), bits(3), 0x0040), 0x5410);
   }
 }
 
@@ -237,8 +235,7 @@ __device__ __forceinline__ bool raise_scale(bool counts, float mean, int bits, A
 
 /// Codes over the whole range of each row. Starts after a barrier.
 template <class Shape>
-__device__ __forceinline__ void fit_minmax(TileMemory<Shape>& memory,
-                                           const Tokens<Shape>& tokens) {
+__device__ __forceinline__ void fit_minmax(TileMemory<Shape>& memory, const Tokens<Shape>& tokens) {
   const float levels = tokens.levels();
   const Strip<Shape> at;
   const StripPlaces<Shape> places(at);
@@ -306,8 +303,8 @@ __device__ __forceinline__ void restore_gain(const CodeMoments& m, float rest, f
   }
 }
 
-/// Codes of a row of x, in q from the middle one on, and their sums: (with kMoments weighted sum and
-/// squares of x,) codes, (with kSquares their squares,) products with x.
+/// Codes of a row of x, in q from the middle one on, and their sums: (with kMoments weighted sum
+/// and squares of x,) codes, (with kSquares their squares,) products with x.
 template <class Shape, bool kMoments, bool kSquares, int kSums>
 __device__ __forceinline__ void take_codes(const float (&x)[kStrip], const float (&w)[kStrip],
                                            const Coding& coding, float levels, float from,
@@ -474,8 +471,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
         if (counts && at.first_of_row()) counted += 1.f;
         const float half_inverse = counts ? 0.5f * inverse_or_0(out.scale) : 0.f;
         const float minus_half = counts ? -0.5f : 0.f;
-        const float offset =
-            fmaf(middle, minus_half, fmaf(-out.offset, half_inverse, 0.5f));
+        const float offset = fmaf(middle, minus_half, fmaf(-out.offset, half_inverse, 0.5f));
 #pragma unroll
         for (int j = 0; j < kStrip; ++j) {
           // The error in codes, -1 .. 1, as 0 .. 1.

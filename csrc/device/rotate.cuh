@@ -268,8 +268,8 @@ __device__ __forceinline__ void add_tokens(const uint4* shared, bool key, bool h
   }
 }
 
-/// The rotated tile of keys or values in shared memory. The tokens lie where it will be. Ends with a
-/// barrier.
+/// The rotated tile of keys or values in shared memory. The tokens lie where it will be. Ends with
+/// a barrier.
 template <class Shape, bool kMayBeKey, bool kMayBeValue>
 __device__ __forceinline__ void load_rotated(const TokenRows& in, bool key, uint4* shared,
                                              float* tile) {

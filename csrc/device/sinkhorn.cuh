@@ -4,8 +4,9 @@
 // Scales are kept as factors: adding a logarithm is multiplying, the clips are the same. A pass
 // takes sum and sum of squares of x / scale about one element of the row or column, so that the
 // deviation of a constant one is exactly 0 and a large mean costs no precision: three operations an
-// element. The last ones are taken: of tokens, the first ones of a sequence may be massive. Row deviations after a row's scale changed are the old ones divided by the change: a
-// round looks at every element twice, once along rows and once along columns.
+// element. The last ones are taken: of tokens, the first ones of a sequence may be massive. Row
+// deviations after a row's scale changed are the old ones divided by the change: a round looks at
+// every element twice, once along rows and once along columns.
 #pragma once
 
 #include <cstdint>
@@ -112,9 +113,9 @@ __device__ __forceinline__ float sinkhorn_col_scale(TileMemory<Shape>& memory,
         sums[0][step] = of_strip[0];
         sums[1][step] = of_strip[1];
       }
-      float now = divide(deviation(row_total(at, sums[0], add), row_total(at, sums[1], add),
-                                   tokens.row_length()),
-                         row_scale);
+      float now = divide(
+          deviation(row_total(at, sums[0], add), row_total(at, sums[1], add), tokens.row_length()),
+          row_scale);
       if (round == 0) {
         row_active = now != 0.f;
       } else if (row_active) {

@@ -16,18 +16,18 @@
 
 namespace kvarn::device {
 
-inline constexpr int kChunk = 4;                   ///< neighbouring columns, 16 bytes
-inline constexpr int kChunks = 4;                  ///< of a lane
-inline constexpr int kStrip = kChunk * kChunks;    ///< elements that a lane has of a row
-inline constexpr int kSteps = 4;                   ///< rows that a lane works on, one by one
+inline constexpr int kChunk = 4;                 ///< neighbouring columns, 16 bytes
+inline constexpr int kChunks = 4;                ///< of a lane
+inline constexpr int kStrip = kChunk * kChunks;  ///< elements that a lane has of a row
+inline constexpr int kSteps = 4;                 ///< rows that a lane works on, one by one
 inline constexpr float kInfinity = __builtin_huge_valf();
 
 template <int kTileRows, int kTileCols>
 struct TileShape {
   static constexpr int kRows = kTileRows;
   static constexpr int kCols = kTileCols;
-  static constexpr int kLanes = kCols / kStrip;         ///< of a row
-  static constexpr int kGroups = kWarpLanes / kLanes;   ///< rows that a warp works on at once
+  static constexpr int kLanes = kCols / kStrip;        ///< of a row
+  static constexpr int kGroups = kWarpLanes / kLanes;  ///< rows that a warp works on at once
   static constexpr int kWarps = kRows / (kGroups * kSteps);
   static constexpr int kThreads = kWarps * kWarpLanes;
   static constexpr int kStepRows = kWarps * kGroups;  ///< from a lane's row to its next
@@ -44,9 +44,10 @@ __device__ __forceinline__ unsigned own_thread() {
   return thread;
 }
 
-/// Where a lane is; every pass makes its own. Lanes of different rows have their chunks in different
-/// orders: chunk k of group g is chunk k ^ (g % 4) of the row. So each register meets another one of
-/// its column at the same place of the lane that it is added to, without a selection.
+/// Where a lane is; every pass makes its own. Lanes of different rows have their chunks in
+/// different orders: chunk k of group g is chunk k ^ (g % 4) of the row. So each register meets
+/// another one of its column at the same place of the lane that it is added to, without a
+/// selection.
 template <class Shape>
 struct Strip {
   int warp;
@@ -103,8 +104,8 @@ __device__ __forceinline__ void load_strip(const float* tile, const StripPlaces<
                                            int step, float (&x)[kStrip]) {
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
-    const float4 four = *reinterpret_cast<const float4*>(
-        tile + places.of[k] + step * Shape::kStepPlaces);
+    const float4 four =
+        *reinterpret_cast<const float4*>(tile + places.of[k] + step * Shape::kStepPlaces);
     x[4 * k] = four.x, x[4 * k + 1] = four.y, x[4 * k + 2] = four.z, x[4 * k + 3] = four.w;
   }
 }
@@ -130,18 +131,18 @@ __device__ __forceinline__ void load_cols(const float* from, const Strip<Shape>&
   }
 }
 
-/// What the lanes of a row have of each of their kSteps rows -> all of row own_row(). `join` must not
-/// depend on the order. Half the rows go at each of two steps, so that a lane is left with one.
+/// What the lanes of a row have of each of their kSteps rows -> all of row own_row(). `join` must
+/// not depend on the order. Half the rows go at each of two steps, so that a lane is left with one.
 template <class Shape, class T, class Join>
 __device__ __forceinline__ T row_total(const Strip<Shape>& at, const T (&part)[kSteps],
                                        const Join& join) {
   static_assert(kSteps == 4);
   const bool high = at.in_row & 2;
   const bool odd = at.in_row & 1;
-  const T even_total = join(high ? part[2] : part[0],
-                            __shfl_xor_sync(0xffffffffu, high ? part[0] : part[2], 2));
-  const T odd_total = join(high ? part[3] : part[1],
-                           __shfl_xor_sync(0xffffffffu, high ? part[1] : part[3], 2));
+  const T even_total =
+      join(high ? part[2] : part[0], __shfl_xor_sync(0xffffffffu, high ? part[0] : part[2], 2));
+  const T odd_total =
+      join(high ? part[3] : part[1], __shfl_xor_sync(0xffffffffu, high ? part[1] : part[3], 2));
   T total = join(odd ? odd_total : even_total,
                  __shfl_xor_sync(0xffffffffu, odd ? even_total : odd_total, 1));
 #pragma unroll
@@ -192,8 +193,8 @@ struct RowRange {
   float hi;
 };
 
-/// The largest of a strip's numbers, as an integer, and the largest as an unsigned one: the smallest,
-/// if it is negative.
+/// The largest of a strip's numbers, as an integer, and the largest as an unsigned one: the
+/// smallest, if it is negative.
 __device__ __forceinline__ void strip_range(const float (&y)[kStrip], int& most, unsigned& least) {
   most = __float_as_int(y[0]);
   least = __float_as_uint(y[0]);
@@ -375,12 +376,8 @@ struct Tokens {
   __device__ __forceinline__ int last() const { return memory.last_live; }
   __device__ __forceinline__ int count() const { return are_cols ? Shape::kCols : Shape::kRows; }
   __device__ __forceinline__ bool all_live() const { return live() == count(); }
-  __device__ __forceinline__ int last_row() const {
-    return are_cols ? Shape::kRows - 1 : last();
-  }
-  __device__ __forceinline__ int last_col() const {
-    return are_cols ? last() : Shape::kCols - 1;
-  }
+  __device__ __forceinline__ int last_row() const { return are_cols ? Shape::kRows - 1 : last(); }
+  __device__ __forceinline__ int last_col() const { return are_cols ? last() : Shape::kCols - 1; }
   /// Entries of a row and of a column that count.
   __device__ __forceinline__ float row_length() const {
     return static_cast<float>(are_cols ? live() : Shape::kCols);
@@ -388,9 +385,7 @@ struct Tokens {
   __device__ __forceinline__ float col_length() const {
     return static_cast<float>(are_cols ? Shape::kRows : live());
   }
-  __device__ __forceinline__ bool row_counts(int row) const {
-    return are_cols || memory.live[row];
-  }
+  __device__ __forceinline__ bool row_counts(int row) const { return are_cols || memory.live[row]; }
   __device__ __forceinline__ bool col_counts(int col) const {
     return !are_cols || memory.live[col];
   }
