@@ -14,6 +14,7 @@
 // how it gets there, sinkhorn.cuh and fit.cuh what is computed, pack.cuh how it leaves.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -31,9 +32,7 @@
 namespace kvarn::cuda {
 namespace {
 
-using device::element;
-using device::kElements;
-using device::kSide;
+using device::kStrip;
 
 /// Records out[target(i)] from tiles in[source(i)], for every head.
 struct Jobs {
@@ -45,6 +44,7 @@ struct Jobs {
   int64_t record_stride[2];  ///< tile, head
   int64_t tiles;
   int32_t heads;
+  uint32_t parts;     ///< 2 * tiles * heads
   IndexArray source;  ///< null: i
   IndexArray target;
   int64_t sources;
@@ -56,7 +56,7 @@ struct Jobs {
   bool aligned;  ///< tokens start at multiples of 16 bytes
 };
 
-/// Which tile of which head a block is about.
+/// Which tile of which head part number `i` of all is about. Parts are pairs of K and V.
 struct Job {
   int64_t source;
   int64_t target;
@@ -64,10 +64,10 @@ struct Job {
   bool skipped;
 };
 
-__device__ __forceinline__ Job job_of(const Jobs& jobs) {
+__device__ __forceinline__ Job job_of(const Jobs& jobs, unsigned part) {
   const unsigned heads = static_cast<unsigned>(jobs.heads);
-  const int64_t i = blockIdx.x / 2 / heads;
-  Job job = {i, i, blockIdx.x / 2 % heads, false};
+  const int64_t i = part / 2 / heads;
+  Job job = {i, i, part / 2 % heads, false};
   if (jobs.source.data != nullptr) job.source = jobs.source[i];
   if (jobs.target.data != nullptr) job.target = jobs.target[i];
   // Padding; what is out of range is reported where it is looked for.
@@ -83,328 +83,243 @@ __device__ __forceinline__ device::TokenRows tokens_of(const Jobs& jobs, const J
           stride[1], jobs.dtype, jobs.rotated, jobs.aligned};
 }
 
-/// Sums of squares of x * boost over each token, for line threads. Ends with a barrier.
+/// Sums of squares of x * boost over each token, in memory.found. Starts and ends with a barrier.
 template <class Shape>
-__device__ __forceinline__ float token_energy(const float (&x)[kElements],
-                                              device::TileMemory<Shape>& memory, bool are_cols,
+__device__ __forceinline__ void find_energies(device::TileMemory<Shape>& memory, bool are_cols,
                                               float boost) {
-  const device::TilePlace<Shape> at;
-  if (are_cols) {
-    float sums[1][kSide] = {};
+  const device::Strip<Shape> at;
+  const device::StripPlaces<Shape> places(at);
+  float sums[1][kStrip] = {};
+#pragma unroll 1
+  for (int step = 0; step < device::kSteps; ++step) {
+    const int row = at.row(step);
+    float x[kStrip];
+    device::load_strip(memory.tile, places, step, x);
 #pragma unroll
-    for (int i = 0; i < kSide; ++i) {
+    for (float& value : x) value *= boost;
+    if (are_cols) {
 #pragma unroll
-      for (int j = 0; j < kSide; ++j) {
-        const float y = x[element(i, j)] * boost;
-        sums[0][j] = fmaf(y, y, sums[0][j]);
-      }
+      for (int j = 0; j < kStrip; ++j) sums[0][j] = fmaf(x[j], x[j], sums[0][j]);
+    } else {
+      float energy[1];
+      device::row_sums<Shape>(
+          [&](int j, bool first, float (&sum)[1]) {
+            device::add_product(sum[0], first, x[j], x[j]);
+          },
+          energy);
+      if (at.first_of_row()) memory.found[row] = energy[0];
     }
-    device::reduce_cols<Shape, 1>(at, memory.partial, sums);
-  } else {
-    device::reduce_rows<Shape, 1, 0>(at, memory.partial, [&](int i, float* out) {
-      out[0] = 0.f;
-#pragma unroll
-      for (int j = 0; j < kSide; ++j) {
-        const float y = x[element(i, j)] * boost;
-        out[0] = fmaf(y, y, out[0]);
-      }
-    });
   }
-  __syncthreads();
-  const int n = threadIdx.x;
-  float energy = 0.f;
   if (are_cols) {
-    if (n < Shape::kCols) energy = device::col_total<Shape>(memory.partial, 0);
-  } else {
-    if (n < Shape::kRows) energy = device::row_total<Shape>(memory.partial, 0);
+    device::put_col_sums<Shape>(at, sums, memory.partial);
+    __syncthreads();
+    if (threadIdx.x < Shape::kCols) {
+      memory.found[threadIdx.x] = device::col_total<Shape>(memory.partial, 0);
+    }
   }
   __syncthreads();
-  return energy;
 }
 
 /// A token is dead if it has NaN or infinity or nothing but zeros. Dead ones get the numbers of the
-/// first live one in x, or 0 where there is none.
+/// last live one, or 0 where there is none. Ends with a barrier.
 template <class Shape>
-__device__ __forceinline__ void find_live(float (&x)[kElements], device::TileMemory<Shape>& memory,
+__device__ __forceinline__ void find_live(device::TileMemory<Shape>& memory,
                                           const device::Tokens<Shape>& tokens) {
+  constexpr float kTiny = 1e-30f;  // squares of numbers this small may have been lost
   const int n = threadIdx.x;
   const bool has_token = n < tokens.count();
   const auto alive = [](float sum) { return sum > 0.f && sum < device::kInfinity; };
-  float energy = token_energy(x, memory, tokens.are_cols, 1.f);
-  bool own_live = has_token && alive(energy);
-  // Squares of numbers this small may have been lost.
-  constexpr float kTiny = 1e-30f;
-  if (__syncthreads_or(has_token && energy < kTiny)) {
-    const float boosted = token_energy(x, memory, tokens.are_cols, 0x1p100f);
-    if (has_token && energy < kTiny) own_live = alive(boosted);
+  if (n == 0) memory.last_live = 0;
+  float energy = 1.f;
+  bool own_live = false;
+#pragma unroll 1
+  for (int pass = 0; pass < 2; ++pass) {
+    find_energies(memory, tokens.are_cols, pass == 0 ? 1.f : 0x1p100f);
+    if (has_token && (pass == 0 || energy < kTiny)) own_live = alive(memory.found[n]);
+    if (has_token && pass == 0) energy = memory.found[n];
+    if (!__syncthreads_or(energy < kTiny)) break;
   }
-  device::Line& line = memory.line[n];
-  line.energy = energy;
-  line.live = own_live;
-  line.counts_as_row = n < Shape::kRows && (tokens.are_cols || own_live);
-  line.counts_as_col = n < Shape::kCols && (!tokens.are_cols || own_live);
-  line.mean = line.rest = 0.f;
-  if (n == 0) memory.first_live = 0;
+  if (has_token) {
+    memory.energy[n] = memory.found[n] = energy;
+    memory.live[n] = own_live;
+  }
   const int live = __syncthreads_count(own_live);
   if (n == 0) memory.live_tokens = live;
-  __syncthreads();
-  if (live == tokens.count()) return;
-
-  const unsigned ballot = __ballot_sync(0xffffffffu, own_live);
-  const int lane = n % kWarpLanes;
-  if (lane < 4 && n - lane < tokens.count()) {
-    memory.dead[n / kWarpLanes * 4 + lane] = static_cast<int>(~ballot >> (8 * lane) & 0xff);
+  if (live == tokens.count()) {
+    if (n == 0) memory.last_live = live - 1;
+    __syncthreads();
+    return;
   }
+  if (own_live) atomicMax(&memory.last_live, n);
   __syncthreads();
-  if (n == 0) {
-    for (int k = tokens.count() / 8 - 1; k >= 0; --k) {
-      const int of_8 = ~memory.dead[k] & 0xff;
-      if (of_8 != 0) memory.first_live = 8 * k + __ffs(of_8) - 1;
-    }
-  }
-  __syncthreads();
-  float* const first = tokens.are_cols ? memory.row[0] : memory.col[0];
-  if (tokens.are_cols) {
-    device::put_col<Shape>(x, tokens.first(), first);
-  } else {
-    device::put_row<Shape>(x, tokens.first(), first);
-  }
-  __syncthreads();
-  const device::TilePlace<Shape> at;
-  const int dead = tokens.dead(at);
-#pragma unroll
-  for (int i = 0; i < kSide; ++i) {
-#pragma unroll
-    for (int j = 0; j < kSide; ++j) {
-      if (device::is_dead(dead, tokens.are_cols ? j : i)) {
-        x[element(i, j)] = live == 0 ? 0.f : first[tokens.are_cols ? at.row + i : at.col + j];
-      }
-    }
+  const int last = memory.last_live;
+  if (has_token && !own_live) memory.energy[n] = live == 0 ? 0.f : memory.found[last];
+#pragma unroll 1
+  for (int i = n; i < Shape::kRows * Shape::kCols; i += Shape::kThreads) {
+    const int row = i / Shape::kCols;
+    const int col = i % Shape::kCols;
+    if (memory.live[tokens.are_cols ? col : row]) continue;
+    memory.tile[device::place_of<Shape>(row, col)] =
+        live == 0 ? 0.f
+                  : memory.tile[tokens.are_cols ? device::place_of<Shape>(row, last)
+                                                : device::place_of<Shape>(last, col)];
   }
   __syncthreads();
 }
 
 /// The power of two that brings the root mean square of the tile to about 64. The clips of the
-/// normalization are absolute: the lower one would keep a small tile as it is.
+/// normalization are absolute: the lower one would keep a small tile as it is. Contains a barrier.
 template <class Shape>
 __device__ __forceinline__ float size_factor(device::TileMemory<Shape>& memory,
                                              const device::Tokens<Shape>& tokens) {
-  const device::Line& line = memory.line[threadIdx.x];
-  device::put_warp_sum(line.live ? line.energy : 0.f, memory.stat[6]);
+  const int n = threadIdx.x;
+  device::put_warp_sum(n < tokens.count() && memory.live[n] ? memory.energy[n] : 0.f,
+                       memory.stat[6]);
   __syncthreads();
   const float sum = device::sum_of_warps<Shape>(memory.stat[6]);
-  __syncthreads();
   if (!(sum > 0.f)) return 1.f;
   const float mean = sum / (tokens.row_length() * tokens.col_length());
   return 64.f * exp2f(-rintf(log2f(mean) / 2));
 }
 
-/// What stands for the scale of a token: of a dead one 0, or NaN if it has NaN or infinity.
-__device__ __forceinline__ float token_scale(float scale, const device::Line& line) {
-  return line.live ? scale : line.energy == 0.f ? 0.f : __int_as_float(0x7fffffff);
+/// Line threads: the scale of column threadIdx.x. Starts and ends with a barrier, or near one.
+template <class Shape>
+__device__ __forceinline__ float find_col_scale(device::TileMemory<Shape>& memory,
+                                                const device::Tokens<Shape>& tokens, Fit fit,
+                                                int iterations) {
+  const bool minmax = fit == Fit::kMinMax;
+  if (!minmax && iterations == 0) {
+    return device::half_rounded(device::limited_col_scale(
+        tokens.are_cols ? device::token_rms(memory) : device::channel_spread(memory, tokens)));
+  }
+  const float factor = minmax ? 1.f : size_factor(memory, tokens);
+  float scale = device::sinkhorn_col_scale(memory, tokens, factor, iterations);
+  if (!minmax) scale = device::without_factor<Shape>(tokens, scale, memory.stat[4]);
+  // A massive token takes one channel of the other keys, less than the rounding error of 2 or 3
+  // bits.
+  const bool guarded = !tokens.are_cols || tokens.bits >= 4;
+  float alternative = 1.f;
+  if (guarded && tokens.are_cols) {
+    alternative = device::limited_col_scale(device::token_rms(memory));
+    if (!minmax) {
+      alternative = device::without_factor<Shape>(tokens, alternative, memory.stat[5]);
+    }
+  }
+  if (!minmax) {
+    scale = device::half_rounded(device::limited_col_scale(scale));
+    alternative = device::half_rounded(device::limited_col_scale(alternative));
+  }
+  return guarded ? device::guarded_col_scale(memory, tokens, scale, alternative) : scale;
 }
 
-/// Line threads: scales and zero points into the record in shared memory.
+__device__ __forceinline__ void store_half(uint8_t* fields, int n, __half value) {
+  const uint16_t bits = __half_as_ushort(value);
+  uint8_t* const out = fields + 2 * n;
+  if (reinterpret_cast<uintptr_t>(fields) % 2 == 0) {
+    *reinterpret_cast<uint16_t*>(out) = bits;
+  } else {
+    out[0] = static_cast<uint8_t>(bits);
+    out[1] = static_cast<uint8_t>(bits >> 8);
+  }
+}
+
+/// Scales and zero points into the record. Contains a barrier.
 template <class Shape>
-__device__ __forceinline__ void put_scales(device::TileMemory<Shape>& memory, bool key, int bits) {
+__device__ __forceinline__ void store_scales(device::TileMemory<Shape>& memory,
+                                             const device::Tokens<Shape>& tokens, uint8_t* fields) {
   const int n = threadIdx.x;
-  const device::Line& line = memory.line[n];
   const bool has_row = n < Shape::kRows;
   const bool has_col = n < Shape::kCols;
+  const device::Affine row = has_row ? memory.out[n] : device::Affine{0.f, 0.f};
+  const float col = has_col ? memory.col_scale[n] : 0.f;
+  const bool row_counts = has_row && tokens.row_counts(n);
+  const bool col_counts = has_col && tokens.col_counts(n);
   // A power of two moves from one side's scales to the other's, so that both are in range.
-  device::put_warp_max(has_row && line.counts_as_row ? line.out.scale : 0.f, memory.stat[0]);
-  device::put_warp_max(has_col && line.counts_as_col ? line.col_scale : 0.f, memory.stat[1]);
+  device::put_warp_max(row_counts ? row.scale : 0.f, memory.stat[0]);
+  device::put_warp_max(col_counts ? col : 0.f, memory.stat[1]);
   __syncthreads();
   const float most_row = device::max_of_warps<Shape>(memory.stat[0]);
   const float most_col = device::max_of_warps<Shape>(memory.stat[1]);
   const float factor = most_row > 0.f && most_col > 0.f
                            ? exp2f(rintf((log2f(most_row) - log2f(most_col)) / 2))
                            : 1.f;
-  auto* const fields = reinterpret_cast<__half*>(reinterpret_cast<uint8_t*>(memory.record) +
-                                                 Shape::kRows * Shape::kCols / 8 * bits);
+  // What stands for the scale of a dead token: 0, or NaN if it has NaN or infinity.
+  const auto of_dead = [&] { return memory.found[n] == 0.f ? 0.f : __int_as_float(0x7fffffff); };
   if (has_row) {
     __half stored =
-        __float2half_rn(device::clip(line.out.scale / factor, -device::kMaxHalf, device::kMaxHalf));
+        __float2half_rn(device::clip(row.scale / factor, -device::kMaxHalf, device::kMaxHalf));
     const float scale = __half2float(stored) * factor;
-    float zero_point = scale == 0.f ? 0.f
-                                    : device::clip((line.out.offset + line.mean) / scale,
-                                                   -device::kMaxHalf, device::kMaxHalf);
-    if (!key && !line.live) {
-      stored = __float2half_rn(token_scale(0.f, line));
+    float zero_point =
+        scale == 0.f ? 0.f : device::clip(row.offset / scale, -device::kMaxHalf, device::kMaxHalf);
+    if (!row_counts) {
+      stored = __float2half_rn(of_dead());
       zero_point = 0.f;
     }
-    fields[n] = stored;
-    fields[Shape::kRows + n] = __float2half_rn(zero_point);
+    store_half(fields, n, stored);
+    store_half(fields, Shape::kRows + n, __float2half_rn(zero_point));
   }
   if (has_col) {
-    float scale = device::clip(line.col_scale * factor, -device::kMaxHalf, device::kMaxHalf);
-    if (key) scale = token_scale(scale, line);
-    fields[2 * Shape::kRows + n] = __float2half_rn(scale);
+    const float scale =
+        col_counts ? device::clip(col * factor, -device::kMaxHalf, device::kMaxHalf) : of_dead();
+    store_half(fields, 2 * Shape::kRows + n, __float2half_rn(scale));
   }
 }
 
-template <class Shape, bool kKey, int kBits>
-__device__ __forceinline__ void put_codes(const float (&x)[kElements],
-                                          device::TileMemory<Shape>& memory) {
-  constexpr float kLevels = (1 << kBits) - 1;
-  const device::TilePlace<Shape> at;
-  float shift[kSide];
-  if constexpr (!kKey) device::load_8(memory.col[2] + at.col, shift);
-  const auto code = [&](int i, int j) {
-    const float slope = memory.row[0][at.row + i];
-    float start = memory.row[1][at.row + i];
-    if constexpr (!kKey) start = fmaf(shift[j], memory.row[2][at.row + i], start);
-    return __float_as_uint(device::rounded_code(x[element(i, j)], slope, start, kLevels));
-  };
-  auto* const out = reinterpret_cast<uint8_t*>(memory.record);
-  if constexpr (kKey) {
-    device::pack_keys<Shape, kBits>(at, code, out);
-  } else {
-    device::pack_values<Shape, kBits>(at, code, out);
-  }
-}
-
-/// Copies the finished part to its record, which may start at any address.
+/// The codes of a dead token are 0; those of V are so already. Ends with a barrier.
 template <class Shape>
-__device__ __forceinline__ void store_part(const device::TileMemory<Shape>& memory, int bytes,
-                                           uint8_t* out) {
-  if (reinterpret_cast<uintptr_t>(out) % device::kAccessBytes == 0) {
-    for (int i = threadIdx.x; i < bytes / device::kAccessBytes; i += Shape::kThreads) {
-      __stcg(reinterpret_cast<uint4*>(out) + i, memory.record[i]);
-    }
-  } else {
-    const auto* const part = reinterpret_cast<const uint8_t*>(memory.record);
-    for (int i = threadIdx.x; i < bytes; i += Shape::kThreads) out[i] = part[i];
+__device__ __forceinline__ void clear_dead_keys(device::TileMemory<Shape>& memory) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < Shape::kRows * Shape::kCols; i += Shape::kThreads) {
+    const int col = i % Shape::kCols;
+    if (!memory.live[col]) memory.codes[i / Shape::kCols * (4 * Shape::kCols) + col] = 0;
   }
+  __syncthreads();
 }
 
 /// kKey: K of the record, with channels for rows; else V, with tokens for rows. A square tile has
-/// one body for both, in which only loading and packing differ: instructions are what the kernel
-/// waits for.
+/// one body for both.
 template <class Shape, bool kMayBeKey, bool kMayBeValue>
 __device__ __forceinline__ void quantize_part(const Jobs& jobs, device::TileMemory<Shape>& memory,
-                                              bool is_key) {
+                                              unsigned part_number, bool is_key) {
   const bool key = kMayBeKey && (!kMayBeValue || is_key);
-  const Job job = job_of(jobs);
+  const Job job = job_of(jobs, part_number);
   if (job.skipped) return;
-  const int n = threadIdx.x;
-  float x[kElements];
   device::load_rotated<Shape, kMayBeKey, kMayBeValue>(tokens_of(jobs, job, key), key, memory.tokens,
-                                                      x);
-
-  const device::Tokens<Shape> tokens = {key, memory};
-  if (n == 0) {
-    memory.bits = key ? jobs.format.key_bits : jobs.format.value_bits;
-    memory.levels = static_cast<float>((1 << memory.bits) - 1);
-  }
-  find_live(x, memory, tokens);
-  device::Line& line = memory.line[n];
-
-  const bool minmax = jobs.fit == Fit::kMinMax;
-  const bool normalized = minmax || jobs.iterations > 0;
-  float alternative = 1.f;
-  if (normalized) {
-    const float factor = minmax ? 1.f : size_factor(memory, tokens);
-    line.col_scale = device::sinkhorn_col_scale(x, memory, tokens, factor, jobs.iterations);
-  }
-  if (key) {
-    alternative = device::token_rms(memory, tokens, line);
-    if (!normalized) line.col_scale = alternative;
-    alternative = device::limited_col_scale(alternative);
-  } else if (!normalized) {
-    line.col_scale = device::channel_spread(x, memory, line.counts_as_row);
-  }
-  if (!minmax) {
-    if (normalized) {
-      line.col_scale =
-          device::without_factor(tokens, line.col_scale, line.counts_as_col, memory.stat[4]);
-      if (key) {
-        alternative =
-            device::without_factor(tokens, alternative, line.counts_as_col, memory.stat[5]);
-      }
-    }
-    line.col_scale = device::half_rounded(device::limited_col_scale(line.col_scale));
-    alternative = device::half_rounded(device::limited_col_scale(alternative));
-  }
-  if (!line.counts_as_col) line.col_scale = alternative = 1.f;
-
-  // A massive token takes one channel of the other keys, less than the rounding error of 2 or 3
-  // bits.
-  const bool guarded = normalized && (!key || memory.bits >= 4);
-  device::apply_col_scales(x, memory, tokens, line, guarded, alternative);
-  {
-    // x / column scale.
-    const device::TilePlace<Shape> at;
-    float inverse_of[kSide];
-    device::load_8(memory.col[0] + at.col, inverse_of);
-#pragma unroll
-    for (int i = 0; i < kSide; ++i) {
-#pragma unroll
-      for (int j = 0; j < kSide; ++j) x[element(i, j)] *= inverse_of[j];
-    }
-  }
-  if (minmax) {
-    device::fit_minmax(memory);
+                                                      memory.tile);
+  const int bits = key ? jobs.format.key_bits : jobs.format.value_bits;
+  const device::Tokens<Shape> tokens = {key, bits, memory};
+  find_live(memory, tokens);
+  const float scale = find_col_scale(memory, tokens, jobs.fit, jobs.iterations);
+  __syncthreads();
+  device::put_col_scale(memory, tokens, scale);
+  __syncthreads();
+  if (jobs.fit == Fit::kMinMax) {
+    device::fit_minmax(memory, tokens);
   } else {
-    device::fit_unbiased(x, memory, tokens);
-  }
-  device::raise_scale(memory, minmax);
-  if (key && !tokens.all_live()) {
-    // The codes of a dead token are 0.
-    const int dead = tokens.dead(device::TilePlace<Shape>());
-#pragma unroll
-    for (int i = 0; i < kSide; ++i) {
-#pragma unroll
-      for (int j = 0; j < kSide; ++j) {
-        if (device::is_dead(dead, j)) x[element(i, j)] = -device::kInfinity;
-      }
-    }
-  }
-  const int bits = memory.bits;
-  put_scales(memory, key, bits);
-  if constexpr (kMayBeKey) {
-    if (key) {
-      switch (bits) {
-        case 2:
-          put_codes<Shape, true, 2>(x, memory);
-          break;
-        case 3:
-          put_codes<Shape, true, 3>(x, memory);
-          break;
-        case 4:
-          put_codes<Shape, true, 4>(x, memory);
-          break;
-        default:
-          put_codes<Shape, true, 8>(x, memory);
-          break;
-      }
-    }
-  }
-  if constexpr (kMayBeValue) {
-    if (!key) {
-      switch (bits) {
-        case 2:
-          put_codes<Shape, false, 2>(x, memory);
-          break;
-        case 3:
-          put_codes<Shape, false, 3>(x, memory);
-          break;
-        case 4:
-          put_codes<Shape, false, 4>(x, memory);
-          break;
-        default:
-          put_codes<Shape, false, 8>(x, memory);
-          break;
-      }
-    }
+    device::fit_unbiased(memory, tokens);
   }
   __syncthreads();
-  const Job target = job_of(jobs);
-  uint8_t* const record =
-      jobs.records + target.target * jobs.record_stride[0] + target.head * jobs.record_stride[1];
+  if (key && !tokens.all_live()) clear_dead_keys(memory);
+
   const RecordLayout layout = record_layout(jobs.format);
-  store_part<Shape>(memory, key ? layout.value_codes : layout.bytes - layout.value_codes,
-                    record + (key ? 0 : layout.value_codes));
+  const Job target = job_of(jobs, part_number);
+  uint8_t* const part = jobs.records + target.target * jobs.record_stride[0] +
+                        target.head * jobs.record_stride[1] + (key ? 0 : layout.value_codes);
+  switch (bits) {
+    case 2:
+      device::store_codes<Shape, 2>(memory.codes, key, part);
+      break;
+    case 3:
+      device::store_codes<Shape, 3>(memory.codes, key, part);
+      break;
+    case 4:
+      device::store_codes<Shape, 4>(memory.codes, key, part);
+      break;
+    default:
+      device::store_codes<Shape, 8>(memory.codes, key, part);
+      break;
+  }
+  store_scales(memory, tokens, part + Shape::kRows * Shape::kCols / 8 * bits);
 }
 
 template <int kDim, int kGroup>
@@ -422,37 +337,52 @@ __global__ void __launch_bounds__(kThreads<kDim, kGroup>, 512 / kThreads<kDim, k
   extern __shared__ uint4 shared[];
   device::let_next_start();
   device::wait_for_previous();
-  const bool key = blockIdx.x % 2 == 0;
   using KeyMemory = device::TileMemory<KeyShape<kDim, kGroup>>;
   using ValueMemory = device::TileMemory<ValueShape<kDim, kGroup>>;
-  if constexpr (kDim == kGroup) {
-    quantize_part<KeyShape<kDim, kGroup>, true, true>(jobs, *reinterpret_cast<KeyMemory*>(shared),
-                                                      key);
-  } else if (key) {
-    quantize_part<KeyShape<kDim, kGroup>, true, false>(jobs, *reinterpret_cast<KeyMemory*>(shared),
-                                                       true);
-  } else {
-    quantize_part<ValueShape<kDim, kGroup>, false, true>(
-        jobs, *reinterpret_cast<ValueMemory*>(shared), false);
+  // Blocks may be fewer than parts; each takes K and V in turn, so that all have as much to do.
+  unsigned turned = 0;
+#pragma unroll 1
+  for (unsigned i = blockIdx.x; i < jobs.parts; i += gridDim.x, turned ^= 1) {
+    const unsigned part = i ^ turned;
+    const bool key = part % 2 == 0;
+    if constexpr (kDim == kGroup) {
+      quantize_part<KeyShape<kDim, kGroup>, true, true>(jobs, *reinterpret_cast<KeyMemory*>(shared),
+                                                        part, key);
+    } else if (key) {
+      quantize_part<KeyShape<kDim, kGroup>, true, false>(
+          jobs, *reinterpret_cast<KeyMemory*>(shared), part, true);
+    } else {
+      quantize_part<ValueShape<kDim, kGroup>, false, true>(
+          jobs, *reinterpret_cast<ValueMemory*>(shared), part, false);
+    }
   }
 }
 
 template <int kDim, int kGroup>
-Status run(const Jobs& jobs, void* stream) {
+Status run(Jobs& jobs, void* stream) {
   constexpr size_t kKeyBytes = sizeof(device::TileMemory<KeyShape<kDim, kGroup>>);
   constexpr size_t kValueBytes = sizeof(device::TileMemory<ValueShape<kDim, kGroup>>);
   constexpr size_t kBytes = kKeyBytes > kValueBytes ? kKeyBytes : kValueBytes;
-  const int64_t blocks = 2 * jobs.tiles * jobs.heads;
-  if (blocks == 0) return {};
-  if (Status status = check_grid("key", blocks); !status.ok()) return status;
-  if (Status status = allow_shared_memory(quantize_kernel<kDim, kGroup>, kBytes); !status.ok()) {
-    return status;
+  constexpr auto kernel = quantize_kernel<kDim, kGroup>;
+  const int64_t parts = 2 * jobs.tiles * jobs.heads;
+  if (parts == 0) return {};
+  if (Status status = check_grid("key", parts); !status.ok()) return status;
+  if (Status status = allow_shared_memory(kernel, kBytes); !status.ok()) return status;
+  jobs.parts = static_cast<unsigned>(parts);
+  unsigned blocks = jobs.parts;
+  if (jobs.target.data != nullptr) {
+    // Most may be padding, and the start of a block that has much shared memory takes its time.
+    int most = 0;
+    if (Status status = resident_blocks(kernel, kThreads<kDim, kGroup>, kBytes, most);
+        !status.ok()) {
+      return status;
+    }
+    blocks = std::min(blocks, std::max(2u, static_cast<unsigned>(most) / 2 * 2));
   }
-  return launch_early(quantize_kernel<kDim, kGroup>, dim3(static_cast<unsigned>(blocks)),
-                      dim3(kThreads<kDim, kGroup>), kBytes, stream, jobs);
+  return launch_early(kernel, dim3(blocks), dim3(kThreads<kDim, kGroup>), kBytes, stream, jobs);
 }
 
-Status run(const Jobs& jobs, void* stream) {
+Status run(Jobs& jobs, void* stream) {
   const bool long_group = jobs.format.group == 128;
   switch (jobs.format.head_dim) {
     case 64:

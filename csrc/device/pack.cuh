@@ -1,7 +1,4 @@
-// Codes of a tile, as the lanes of tile.cuh hold them -> the words of a record (layout.h).
-//
-// A code comes as the bits of 2^23 + code (fit.cuh). Multiplying and adding such words puts fields
-// of bits side by side; what the exponents leave behind is above bit 23.
+// Codes of a tile in shared memory, a byte each -> the words of a record (layout.h).
 #pragma once
 
 #include <cstdint>
@@ -11,162 +8,144 @@
 
 namespace kvarn::device {
 
-/// `bits` fields: codes[0] lowest. At most 16 bits of it count.
-template <int kBits, int kCount>
-__device__ __forceinline__ uint32_t fields(const uint32_t (&codes)[kCount]) {
-  static_assert(kBits * kCount <= 16);
-  uint32_t all = codes[0];
-#pragma unroll
-  for (int i = 1; i < kCount; ++i) all += codes[i] << (kBits * i);
-  return all;
-}
+/// What four fragments have of one lane: sixteen pairs of codes, of low and high halves, four to a
+/// word. Pairs are numbered as half2 registers are.
+struct CodePairs {
+  uint32_t low[4];
+  uint32_t high[4];
+};
 
-/// Two half words -> a word.
-__device__ __forceinline__ uint32_t join(uint32_t low, uint32_t high) {
-  return __byte_perm(low, high, 0x5410);
-}
-
-/// The words of a unit of 16 half2 of 3-bit codes, in one of the halves: field number `index` of it
-/// is code(index). `kFirst`, `kLast`: those that this lane has.
-template <int kFirst, int kLast, class Code>
-__device__ __forceinline__ void put_3_bits(const Code& code, uint32_t (&half)[3]) {
+/// K: rows are channels. Fragments 4 * unit .. 4 * unit + 3 of a record's lane.
+template <class Shape>
+__device__ __forceinline__ CodePairs key_pairs(const uint8_t* codes, int unit, int lane) {
+  constexpr int kUnits = Shape::kRows / (4 * kFragmentDim);  // of a row of fragments
+  const int row_tile = unit / kUnits;
+  const int token = row_tile / 4 * 64 + lane / 4 * 8 + row_tile % 4 * 2;
+  const int channel = unit % kUnits * 64 + lane % 4 * 8;
+  const uint8_t* const from = codes + channel * (4 * Shape::kCols) + token;
+  CodePairs pairs;
 #pragma unroll
-  for (int index = kFirst; index < kLast; ++index) {
-    const FieldPosition f = field_position(index, 3);
-    const uint32_t q = code(index) & 7;
-    if (f.shift == 15) {
-#pragma unroll
-      for (int k = 0; k < 3; ++k) half[k] |= (q >> k & 1) << 15;
-    } else {
-      half[f.word] |= q << f.shift;
-    }
+  for (int f = 0; f < 4; ++f) {
+    const auto tokens = [&](int c) -> uint32_t {
+      return *reinterpret_cast<const uint16_t*>(from +
+                                                (f / 2 * 32 + f % 2 * 4 + c) * (4 * Shape::kCols));
+    };
+    pairs.low[f] = __byte_perm(tokens(0), tokens(2), 0x5410);
+    pairs.high[f] = __byte_perm(tokens(1), tokens(3), 0x5410);
   }
+  return pairs;
 }
 
-/// K: rows are channels. code(i, j): of the lane's channel i and token j. The lane has whole words,
-/// but for 3 bits, where lanes of neighbouring 32 channels have half of their fields each.
-template <class Shape, int kBits, class Code>
-__device__ __forceinline__ void pack_keys(const TilePlace<Shape>& at, const Code& code,
-                                          uint8_t* out) {
-  constexpr int kTiles = Shape::kRows / kFragmentDim;  // fragments of 16 tokens
-  const int record_lane = (at.col % 64 / 8) * 4 + at.row % 32 / 8;
-  const int row_tile = at.col / 64 * 4;
-  const int col_tile = at.row / 32 * 2;
-  const auto store = [&](int word, uint32_t bits) {
-    *reinterpret_cast<uint32_t*>(out + word_offset(word, record_lane)) = bits;
+/// V: rows are tokens.
+template <class Shape>
+__device__ __forceinline__ CodePairs value_pairs(const uint8_t* codes, int unit, int lane) {
+  constexpr int kUnits = Shape::kCols / (4 * kFragmentDim);  // of a column of fragments
+  const int col_tile = unit / kUnits;
+  const int token = col_tile / 4 * 64 + lane % 4 * 16 + col_tile % 4 * 2;
+  const int channel = unit % kUnits * 64 + lane / 4 * 8;
+  const uint8_t* const from = codes + token * (4 * Shape::kCols) + channel;
+  const auto channels = [&](int g) {
+    return *reinterpret_cast<const uint2*>(from + g * (4 * Shape::kCols));
   };
-  if constexpr (kBits == 3) {
-    const bool second = at.row / 32 % 2 == 1;  // fields 8 .. 15
+  const auto join = [](uint2 even, uint2 odd, uint32_t (&to)[4]) {
+    to[0] = __byte_perm(even.x, odd.x, 0x5410);
+    to[1] = __byte_perm(even.x, odd.x, 0x7632);
+    to[2] = __byte_perm(even.y, odd.y, 0x5410);
+    to[3] = __byte_perm(even.y, odd.y, 0x7632);
+  };
+  CodePairs pairs;
+  join(channels(0), channels(1), pairs.low);
+  join(channels(8), channels(9), pairs.high);
+  return pairs;
+}
+
+/// The kBits words of sixteen pairs.
+template <int kBits>
+__device__ __forceinline__ void pack_pairs(const CodePairs& pairs, uint32_t (&words)[kBits]) {
+  if constexpr (kBits == 8) {
 #pragma unroll
-    for (int jj = 0; jj < 2; ++jj) {
-      // This lane writes the words of two pairs of tokens and sends those of the other two.
-      uint32_t words[2][3];  // own, sent
+    for (int f = 0; f < 4; ++f) {
+      words[2 * f] = __byte_perm(pairs.low[f], pairs.high[f], 0x5410);
+      words[2 * f + 1] = __byte_perm(pairs.low[f], pairs.high[f], 0x7632);
+    }
+  } else if constexpr (kBits == 3) {
 #pragma unroll
-      for (int sent = 0; sent < 2; ++sent) {
-        const bool upper = second != (sent == 1);
-        uint32_t half[2][3] = {};
+    for (int w = 0; w < 3; ++w) words[w] = 0;
 #pragma unroll
-        for (int hi = 0; hi < 2; ++hi) {
-          const auto own = [&](int index) {
-            const int i = index % 8 / 4 * 4 + index % 4 / 2 * 2 + hi;
-            const uint32_t of_low = code(i, 2 * jj + index % 2);
-            const uint32_t of_high = code(i, 2 * (jj + 2) + index % 2);
-            return upper ? of_high : of_low;
-          };
-          uint32_t first[3] = {};
-          uint32_t last[3] = {};
-          put_3_bits<0, 8>(own, first);
-          put_3_bits<8, 16>(own, last);
+    for (int index = 0; index < 16; ++index) {
+      const int byte = index % 4;
+      const uint32_t pair = __byte_perm(pairs.low[index / 4] >> 8 * byte & 0xff,
+                                        pairs.high[index / 4] >> 8 * byte & 0xff, 0x5410);
+      const FieldPosition f = field_position(index, 3);
+      if (f.shift == 15) {
 #pragma unroll
-          for (int w = 0; w < 3; ++w) half[hi][w] = second ? last[w] : first[w];
-        }
-#pragma unroll
-        for (int w = 0; w < 3; ++w) words[sent][w] = join(half[0][w], half[1][w]);
-      }
-      const int pair = jj + (second ? 2 : 0);
-      const int unit = ((row_tile + pair) * kTiles + col_tile / 4 * 4) / 4;
-#pragma unroll
-      for (int w = 0; w < 3; ++w) {
-        store(3 * unit + w, words[0][w] | __shfl_xor_sync(0xffffffffu, words[1][w], 16));
+        for (int w = 0; w < 3; ++w) words[w] |= (pair >> w & 0x00010001u) << 15;
+      } else {
+        words[f.word] |= pair << f.shift;
       }
     }
   } else {
+    // Two codes of a word into one byte; then, with 2 bits, four.
+    uint32_t low[4];
+    uint32_t high[4];
 #pragma unroll
-    for (int jj = 0; jj < 4; ++jj) {
-      const int fragment = (row_tile + jj) * kTiles + col_tile;
-      uint32_t half[2][8];  // by channel parity: codes in the order of their numbers, two fragments
+    for (int f = 0; f < 4; ++f) {
+      const auto gather = [](uint32_t x) {
+        x |= x >> (8 - kBits);
+        return kBits == 2 ? x | x >> 12 : x;
+      };
+      low[f] = gather(pairs.low[f]);
+      high[f] = gather(pairs.high[f]);
+    }
+    if constexpr (kBits == 4) {
 #pragma unroll
-      for (int hi = 0; hi < 2; ++hi) {
+      for (int f = 0; f < 4; ++f) words[f] = __byte_perm(low[f], high[f], 0x6420);
+    } else {
 #pragma unroll
-        for (int k = 0; k < 8; ++k) {
-          half[hi][k] = code(k / 4 * 4 + k % 4 / 2 * 2 + hi, 2 * jj + k % 2);
-        }
-      }
-      constexpr int kFields = 16 / kBits;
-#pragma unroll
-      for (int w = 0; w < 8 / kFields; ++w) {
-        uint32_t sides[2];
-#pragma unroll
-        for (int hi = 0; hi < 2; ++hi) {
-          uint32_t part[kFields];
-#pragma unroll
-          for (int k = 0; k < kFields; ++k) part[k] = half[hi][w * kFields + k];
-          sides[hi] = fields<kBits>(part);
-        }
-        store(fragment * 4 / kFields + w, join(sides[0], sides[1]));
+      for (int f = 0; f < 4; f += 2) {
+        words[f / 2] = __byte_perm(__byte_perm(low[f], low[f + 1], 0x0040),
+                                   __byte_perm(high[f], high[f + 1], 0x0040), 0x5410);
       }
     }
   }
 }
 
-/// V: rows are tokens. code(i, j): of the lane's token i and channel j. The lane has one half of
-/// each word, its neighbour of the other eight tokens the other; each of them writes half of the
-/// words.
-template <class Shape, int kBits, class Code>
-__device__ __forceinline__ void pack_values(const TilePlace<Shape>& at, const Code& code,
-                                            uint8_t* out) {
-  constexpr int kTiles = Shape::kCols / kFragmentDim;  // fragments of 16 tokens
-  constexpr int kHalves = 2 * kBits;                   // of two pairs of tokens
-  const int record_lane = (at.col % 64 / 8) * 4 + at.row % 64 / 16;
-  const bool upper = at.row / 8 % 2 == 1;
-  const int row_tile = at.col / 64 * 4;
-  const int col_tile = at.row / 64 * 4;
-  uint32_t own[2][kHalves];  // of the pairs of tokens 0, 1 and 2, 3
+/// All codes of a part of a record, which may start at any address.
+template <class Shape, int kBits>
+__device__ __forceinline__ void store_codes(const uint8_t* codes, bool key, uint8_t* out) {
+  const bool aligned = reinterpret_cast<uintptr_t>(out) % kLaneBytes == 0;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < Shape::kRows * Shape::kCols / 32; i += Shape::kThreads) {
+    const int unit = i / kWarpLanes;
+    const int lane = i % kWarpLanes;
+    uint32_t words[kBits];
+    pack_pairs<kBits>(
+        key ? key_pairs<Shape>(codes, unit, lane) : value_pairs<Shape>(codes, unit, lane), words);
+    if (aligned) {
+      if constexpr (kBits == 3) {
 #pragma unroll
-  for (int pair = 0; pair < 4; ++pair) {
-    uint32_t* const halves = own[pair / 2] + pair % 2 * kBits;
-    // Number of a half2 among the lane's 16: 4 * (channel pair) + channel % 2 + 2 * (token % 2).
-    const auto number = [&](int index) {
-      return code(2 * pair + index % 4 / 2, index / 4 * 2 + index % 2);
-    };
-    if constexpr (kBits == 3) {
-      uint32_t words[3] = {};
-      put_3_bits<0, 16>(number, words);
+        for (int w = 0; w < 3; ++w) {
+          *reinterpret_cast<uint32_t*>(out + word_offset(3 * unit + w, lane)) = words[w];
+        }
+      } else if constexpr (kBits == 2) {
+        *reinterpret_cast<uint2*>(out + word_offset(2 * unit, lane)) = {words[0], words[1]};
+      } else {
 #pragma unroll
-      for (int w = 0; w < 3; ++w) halves[w] = words[w];
-    } else {
-      constexpr int kFields = 16 / kBits;
-#pragma unroll
-      for (int w = 0; w < kBits; ++w) {
-        uint32_t part[kFields];
-#pragma unroll
-        for (int k = 0; k < kFields; ++k) part[k] = number(w * kFields + k);
-        halves[w] = fields<kBits>(part);
+        for (int w = 0; w < kBits; w += 4) {
+          *reinterpret_cast<uint4*>(out + word_offset(kBits * unit + w, lane)) = {
+              words[w], words[w + 1], words[w + 2], words[w + 3]};
+        }
       }
-    }
-  }
+    } else {
+#pragma unroll 1
+      for (int w = 0; w < kBits; ++w) {
+        uint32_t word = words[0];
 #pragma unroll
-  for (int k = 0; k < kHalves; k += 2) {
-    const uint32_t send = upper ? join(own[0][k], own[0][k + 1]) : join(own[1][k], own[1][k + 1]);
-    const uint32_t other = __shfl_xor_sync(0xffffffffu, send, 4);
+        for (int k = 1; k < kBits; ++k) word = k == w ? words[k] : word;
+        uint8_t* const to = out + word_offset(kBits * unit + w, lane);
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      const uint32_t mine = upper ? own[1][k + m] : own[0][k + m];
-      const uint32_t theirs = m == 0 ? other & 0xffff : other >> 16;
-      const int pair = (k + m) / kBits + (upper ? 2 : 0);
-      const int word = ((col_tile + pair) * kTiles + row_tile) * kBits / 4 + (k + m) % kBits;
-      *reinterpret_cast<uint32_t*>(out + word_offset(word, record_lane)) =
-          upper ? join(theirs, mine) : join(mine, theirs);
+        for (int byte = 0; byte < 4; ++byte) to[byte] = static_cast<uint8_t>(word >> 8 * byte);
+      }
     }
   }
 }

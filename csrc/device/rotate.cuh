@@ -1,4 +1,4 @@
-// From keys or values in memory to a rotated tile in registers.
+// From keys or values in memory to a rotated tile in shared memory.
 //
 // The rotation is a product with the signs of the Walsh-Hadamard matrix on the tensor core: signs
 // and 16-bit inputs are exact, products are summed in fp32. An fp32 input is the sum of three bf16
@@ -20,6 +20,39 @@
 namespace kvarn::device {
 
 inline constexpr float kMaxInput = 67108864.f;  ///< 2^26: beyond, sums of squares leave fp32
+
+// Each lane holds a square of 8 x 8 neighbouring elements, each warp 64 rows x 32 columns: lane
+// (r, t) = (lane / 4, lane % 4) the rows 8r .. 8r + 7 and the columns 8t .. 8t + 7 of its warp's
+// part. This is what 4 x 4 accumulators of mma.m16n8k16 give, with matrix row r + 8h of row tile a
+// standing for row 8r + 2a + h and matrix column 2t + p of column tile b for column 8t + 2b + p.
+
+inline constexpr int kSide = 8;                  ///< of a lane's square
+inline constexpr int kElements = kSide * kSide;  ///< of a lane
+
+/// Element (row i, column j) of a lane's square; four by four, they are mma accumulators.
+constexpr KVARN_HD int element(int i, int j) {
+  return 4 * (4 * (i / 2) + j / 2) + 2 * (i % 2) + j % 2;
+}
+
+/// Where a thread is in the product.
+template <class Shape>
+struct SquarePlace {
+  int lane;
+  int warp_row;
+  int warp_col;
+  int row;  ///< first of its square
+  int col;  ///< first of its square
+
+  __device__ __forceinline__ SquarePlace() {
+    const unsigned thread = own_thread();
+    lane = thread % kWarpLanes;
+    const int warp = thread / kWarpLanes;
+    warp_row = warp / (Shape::kCols / 32);
+    warp_col = warp % (Shape::kCols / 32);
+    row = warp_row * 64 + lane / 4 * kSide;
+    col = warp_col * 32 + lane % 4 * kSide;
+  }
+};
 
 /// One head's keys or values of one tile: token g at data + g * token_stride.
 struct TokenRows {
@@ -137,7 +170,7 @@ template <class Shape, bool kBFloat16>
 __device__ __forceinline__ void multiply_keys(const uint4* shared, float (&x)[kElements]) {
   constexpr int kDim = Shape::kRows;
   constexpr uint32_t kOnes = kBFloat16 ? 0x3f803f80u : 0x3c003c00u;
-  const TilePlace<Shape> at;
+  const SquarePlace<Shape> at;
   const int r = at.lane / 4;
   const int t = at.lane % 4;
   uint32_t signs[4][2];  // by a, h
@@ -181,7 +214,7 @@ template <class Shape, bool kBFloat16>
 __device__ __forceinline__ void multiply_values(const uint4* shared, float (&x)[kElements]) {
   constexpr int kDim = Shape::kCols;
   constexpr uint32_t kOnes = kBFloat16 ? 0x3f803f80u : 0x3c003c00u;
-  const TilePlace<Shape> at;
+  const SquarePlace<Shape> at;
   const int n = at.lane / 4;
   const int t = at.lane % 4;
   uint32_t signs[4];  // by b
@@ -220,7 +253,7 @@ __device__ __forceinline__ void multiply_values(const uint4* shared, float (&x)[
 template <class Shape, int kDim>
 __device__ __forceinline__ void add_tokens(const uint4* shared, bool key, bool half,
                                            float (&x)[kElements]) {
-  const TilePlace<Shape> at;
+  const SquarePlace<Shape> at;
   const auto* const numbers = reinterpret_cast<const uint16_t*>(shared);
 #pragma unroll
   for (int i = 0; i < kSide; ++i) {
@@ -235,14 +268,16 @@ __device__ __forceinline__ void add_tokens(const uint4* shared, bool key, bool h
   }
 }
 
-/// x = the rotated tile, of keys or values. Ends with a barrier: `shared` is free again.
+/// The rotated tile of keys or values in shared memory. The tokens lie where it will be. Ends with
+/// a barrier.
 template <class Shape, bool kMayBeKey, bool kMayBeValue>
 __device__ __forceinline__ void load_rotated(const TokenRows& in, bool key, uint4* shared,
-                                             float (&x)[kElements]) {
+                                             float* tile) {
   constexpr int kDim = kMayBeKey ? Shape::kRows : Shape::kCols;
   constexpr int kTokens = kMayBeKey ? Shape::kCols : Shape::kRows;
   const bool half = in.dtype == DType::kFloat16;
   const int planes = in.dtype == DType::kFloat32 ? 3 : 1;
+  float x[kElements];
 #pragma unroll
   for (int i = 0; i < kElements; ++i) x[i] = 0;
 #pragma unroll 1
@@ -265,8 +300,17 @@ __device__ __forceinline__ void load_rotated(const TokenRows& in, bool key, uint
   }
   constexpr float kNorm = orthonormal_scale(kDim);
   const float norm = in.rotated ? 1.f : kNorm;
+  const SquarePlace<Shape> at;
 #pragma unroll
-  for (int i = 0; i < kElements; ++i) x[i] *= norm;
+  for (int i = 0; i < kSide; ++i) {
+#pragma unroll
+    for (int j = 0; j < kSide; j += kChunk) {
+      *reinterpret_cast<float4*>(tile + place<Shape>(at.row + i, at.col + j)) = {
+          x[element(i, j)] * norm, x[element(i, j + 1)] * norm, x[element(i, j + 2)] * norm,
+          x[element(i, j + 3)] * norm};
+    }
+  }
+  __syncthreads();
 }
 
 }  // namespace kvarn::device

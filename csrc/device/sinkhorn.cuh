@@ -1,11 +1,12 @@
-// Variance normalization of a tile in registers: log-space Sinkhorn scales (KVarN, arXiv
+// Variance normalization of a tile in shared memory: log-space Sinkhorn scales (KVarN, arXiv
 // 2606.03458), best round.
 //
 // Scales are kept as factors: adding a logarithm is multiplying, the clips are the same. A pass
 // takes sum and sum of squares of x / scale about one element of the row or column, so that the
 // deviation of a constant one is exactly 0 and a large mean costs no precision: three operations an
-// element. Row deviations after a row's scale changed are the old ones divided by the change, so a
-// round is two passes, not four.
+// element. The last ones are taken: of tokens, the first ones of a sequence may be massive. Row
+// deviations after a row's scale changed are the old ones divided by the change: a round looks at
+// every element twice, once along rows and once along columns.
 #pragma once
 
 #include <cstdint>
@@ -28,174 +29,142 @@ __device__ __forceinline__ float spread(float least, float most) {
   return most == 0.f ? 0.f : divide(most, fmaxf(least, 1e-8f));
 }
 
-/// Column `col` and row `row` of the tile to shared memory.
+/// Deviation of a row of the strip's numbers.
 template <class Shape>
-__device__ __forceinline__ void put_col(const float (&x)[kElements], int col, float* out) {
-  const TilePlace<Shape> at;
-#pragma unroll
-  for (int j = 0; j < kSide; ++j) {
-    if (at.col + j != col) continue;
-#pragma unroll
-    for (int i = 0; i < kSide; ++i) out[at.row + i] = x[element(i, j)];
-  }
-}
-
-template <class Shape>
-__device__ __forceinline__ void put_row(const float (&x)[kElements], int row, float* out) {
-  const TilePlace<Shape> at;
-#pragma unroll
-  for (int i = 0; i < kSide; ++i) {
-    if (at.row + i != row) continue;
-#pragma unroll
-    for (int j = 0; j < kSide; ++j) out[at.col + j] = x[element(i, j)];
-  }
+__device__ __forceinline__ float row_deviation(const float (&x)[kStrip], float about,
+                                               float length) {
+  float sums[2];
+  row_sums<Shape>(
+      [&](int j, bool first, float (&sum)[2]) {
+        const float d = x[j] - about;
+        add_to(sum[0], first, d);
+        add_product(sum[1], first, d, d);
+      },
+      sums);
+  return deviation(sums[0], sums[1], length);
 }
 
 /// Line threads: the column scale of column threadIdx.x, of the tile times `factor`. Dead tokens
-/// must hold the numbers of the first live one: they are about what the others are taken about, and
-/// add nothing. Starts and ends with a barrier.
+/// must hold the numbers of the last live one. They then have its scale, and add nothing to a
+/// deviation, which is taken about it. Starts and ends with a barrier.
 template <class Shape>
-__device__ __forceinline__ float sinkhorn_col_scale(const float (&x)[kElements],
-                                                    TileMemory<Shape>& memory,
+__device__ __forceinline__ float sinkhorn_col_scale(TileMemory<Shape>& memory,
                                                     const Tokens<Shape>& tokens, float factor,
                                                     int iterations) {
-  float* const first_col = memory.row[0];  // x of each row in the first live column
-  float* const inv_row = memory.row[1];
-  float* const first_row = memory.col[0];
-  float* const inv_col = memory.col[1];
-  // Least and most deviation by warp, for rows and columns; those of two rounds.
-  float (*const stat)[(Shape::kWarps + 3) / 4 * 4] = memory.stat;
   const int n = threadIdx.x;
-  put_col<Shape>(x, tokens.first_col(), first_col);
-  put_row<Shape>(x, tokens.first_row(), first_row);
-  float row_scale = 1.f;
+  const bool has_col = n < Shape::kCols;
+  float (*const stat)[(Shape::kWarps + 3) / 4 * 4] = memory.stat;
+  float row_scale = 1.f;  // of the row that the lane has the totals of
+  bool row_active = true;
   float col_scale = 1.f;
   float col_scale_before = 1.f;
   float best_col_scale = 1.f;
   float col_deviation = 0.f;
-  bool row_active = memory.line[n].counts_as_row;
-  bool col_active = memory.line[n].counts_as_col;
+  bool col_active = true;
   float best = 0.f;
-  const auto decide = [&](int round, float candidate) {
-    const int k = round % 2 * 4;
-    const float imbalance =
-        spread(min_of_warps<Shape>(stat[k]), max_of_warps<Shape>(stat[k + 1])) +
-        spread(min_of_warps<Shape>(stat[k + 2]), max_of_warps<Shape>(stat[k + 3]));
-    if (round == 0 || imbalance <= best * kEqual) {
-      best = imbalance;
-      best_col_scale = candidate;
-    }
-  };
+  const auto add = [](float a, float b) { return a + b; };
 
 #pragma unroll 1
-  for (int round = 0; round <= iterations; ++round) {
-    if (n < Shape::kCols) {
+  for (int round = 0;; ++round) {
+    if (has_col) {
       if (round > 0 && col_active) {
         col_scale_before = col_scale;
         col_scale = next_scale(col_scale, col_deviation);
       }
-      inv_col[n] = divide(factor, col_scale);
+      memory.inverse[n] = divide(factor, col_scale);
     }
     __syncthreads();
-
-    {
-      const TilePlace<Shape> at;
-      float inverse_of[kSide];
-      load_8(inv_col + at.col, inverse_of);
-      const float inverse_of_first = inv_col[tokens.first_col()];
-      if (tokens.are_cols && !tokens.all_live()) {
-        const int dead = tokens.dead(at);
-#pragma unroll
-        for (int j = 0; j < kSide; ++j) {
-          if (is_dead(dead, j)) inverse_of[j] = inverse_of_first;
-        }
+    if (round > 0 && has_col) {
+      // The previous round can be judged now; its column scales are those before the last change.
+      const int k = (round - 1) % 2 * 4;
+      const float imbalance =
+          spread(min_of_warps<Shape>(stat[k]), max_of_warps<Shape>(stat[k + 1])) +
+          spread(min_of_warps<Shape>(stat[k + 2]), max_of_warps<Shape>(stat[k + 3]));
+      if (round == 1 || imbalance <= best * kEqual) {
+        best = imbalance;
+        best_col_scale = col_active ? col_scale_before : 1.f;
       }
-      reduce_rows<Shape, 2, 0>(at, memory.partial, [&](int i, float* out) {
-        const float about = first_col[at.row + i] * inverse_of_first;
-        float sum = 0.f;
-        float squares = 0.f;
-#pragma unroll
-        for (int j = 0; j < kSide; ++j) {
-          const float d = fmaf(x[element(i, j)], inverse_of[j], -about);
-          sum += d;
-          squares = fmaf(d, d, squares);
-        }
-        out[0] = sum;
-        out[1] = squares;
-      });
     }
-    __syncthreads();
+    if (round > iterations) break;
 
-    float least = kInfinity;
-    float most = 0.f;
-    if (n < Shape::kRows) {
-      float now = divide(deviation(row_total<Shape>(memory.partial, 0),
-                                   row_total<Shape>(memory.partial, 1), tokens.row_length()),
-                         row_scale);
+    const Strip<Shape> at;
+    const StripPlaces<Shape> places(at);
+    float inverse_row;
+    {
+      float w[kStrip];
+      load_cols(memory.inverse, at, w);
+      const int last_col = tokens.last_col();
+      const float inverse_last_col = memory.inverse[last_col];
+      const float* const last = memory.tile + place_of<Shape>(at.row(0), last_col);
+      float sums[2][kSteps];
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        float x[kStrip];
+        load_strip(memory.tile, places, step, x);
+        const float about = last[step * Shape::kStepPlaces] * inverse_last_col;
+        float of_strip[2];
+        strip_sums(
+            [&](int j, bool is_first, float (&sum)[2]) {
+              const float d = fmaf(x[j], w[j], -about);
+              add_to(sum[0], is_first, d);
+              add_product(sum[1], is_first, d, d);
+            },
+            of_strip);
+        sums[0][step] = of_strip[0];
+        sums[1][step] = of_strip[1];
+      }
+      float now = divide(
+          deviation(row_total(at, sums[0], add), row_total(at, sums[1], add), tokens.row_length()),
+          row_scale);
       if (round == 0) {
-        row_active = row_active && now != 0.f;
+        row_active = now != 0.f;
       } else if (row_active) {
         const float before = row_scale;
         row_scale = next_scale(before, now);
         now *= divide(before, row_scale);
       }
-      inv_row[n] = divide(factor, row_scale);
-      if (row_active) least = most = now;
+      inverse_row = divide(factor, row_scale);
+      if (at.own_row() == tokens.last_row()) memory.inverse_last_row = inverse_row;
+      put_warp_min(row_active ? now : kInfinity, stat[round % 2 * 4]);
+      put_warp_max(row_active ? now : 0.f, stat[round % 2 * 4 + 1]);
     }
-    put_warp_min(least, stat[round % 2 * 4]);
-    put_warp_max(most, stat[round % 2 * 4 + 1]);
-    // The previous round can be judged now; its column scales are those before the last change.
-    if (round > 0) decide(round - 1, col_active ? col_scale_before : 1.f);
     __syncthreads();
-
     {
-      const TilePlace<Shape> at;
-      float inverse_of[kSide];
-      load_8(inv_row + at.row, inverse_of);
-      const float inverse_of_first = inv_row[tokens.first_row()];
-      if (!tokens.are_cols && !tokens.all_live()) {
-        const int dead = tokens.dead(at);
+      float about[kStrip];
+      load_strip(memory.tile, at, tokens.last_row(), about);
+      const float inverse_last_row = memory.inverse_last_row;
 #pragma unroll
-        for (int i = 0; i < kSide; ++i) {
-          if (is_dead(dead, i)) inverse_of[i] = inverse_of_first;
+      for (float& last : about) last *= -inverse_last_row;
+      float sums[2][kStrip];
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const float inverse_of = __shfl_sync(0xffffffffu, inverse_row, step, kSteps);
+        float x[kStrip];
+        load_strip(memory.tile, places, step, x);
+#pragma unroll
+        for (int j = 0; j < kStrip; ++j) {
+          const float d = fmaf(x[j], inverse_of, about[j]);
+          add_to(sums[0][j], step == 0, d);
+          add_product(sums[1][j], step == 0, d, d);
         }
       }
-      float about[kSide];
-      load_8(first_row + at.col, about);
-      float sums[2][kSide];
-#pragma unroll
-      for (int j = 0; j < kSide; ++j) {
-        about[j] *= -inverse_of_first;
-        sums[0][j] = sums[1][j] = 0.f;
-      }
-#pragma unroll
-      for (int i = 0; i < kSide; ++i) {
-#pragma unroll
-        for (int j = 0; j < kSide; ++j) {
-          const float d = fmaf(x[element(i, j)], inverse_of[i], about[j]);
-          sums[0][j] += d;
-          sums[1][j] = fmaf(d, d, sums[1][j]);
-        }
-      }
-      reduce_cols<Shape, 2>(at, memory.partial, sums);
+      put_col_sums<Shape>(at, sums, memory.partial);
     }
     __syncthreads();
 
-    least = kInfinity;
-    most = 0.f;
-    if (n < Shape::kCols) {
+    float least = kInfinity;
+    float most = 0.f;
+    if (has_col) {
       // The sums are of x / row scale.
       col_deviation = divide(deviation(col_total<Shape>(memory.partial, 0),
                                        col_total<Shape>(memory.partial, 1), tokens.col_length()),
                              col_scale);
-      if (round == 0) col_active = col_active && col_deviation != 0.f;
+      if (round == 0) col_active = col_deviation != 0.f;
       if (col_active) least = most = col_deviation;
     }
     put_warp_min(least, stat[round % 2 * 4 + 2]);
     put_warp_max(most, stat[round % 2 * 4 + 3]);
   }
-  __syncthreads();
-  decide(iterations, col_scale);
   __syncthreads();
   return best_col_scale;
 }

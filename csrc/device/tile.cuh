@@ -1,16 +1,13 @@
-// A tile in the registers of a thread block: who holds which element, and sums along both ways.
+// A tile in shared memory, in fp32, and how a thread block goes over it: in steps of a few rows.
 //
-// Each lane holds a square of 8 x 8 neighbouring elements, each warp 64 rows x 32 columns: lane
-// (r, t) = (lane / 4, lane % 4) the rows 8r .. 8r + 7 and the columns 8t .. 8t + 7 of its warp's
-// part. This is what 4 x 4 accumulators of mma.m16n8k16 give, with matrix row r + 8h of row tile a
-// standing for row 8r + 2a + h and matrix column 2t + p of column tile b for column 8t + 2b + p. It
-// is also, both for K and V, what one lane holds of a record (layout.h), so codes are packed where
-// they are.
+// A lane looks after 16 columns, in four chunks of 4 neighbours, of one row at a time; the lanes of
+// a row are neighbours, so that what a row needs (ranges, moments, codes, least squares) takes a
+// few shuffles and no barrier. Sums along columns stay in the lane's registers from step to step,
+// and only meet those of other rows at the end of a pass. Every pass is a loop over kSteps rows of
+// 16 elements: its code is small enough for the instruction cache, which straight-line code over a
+// whole tile in registers is not.
 //
-// A square makes both ways of summing cheap: a lane adds its 8 elements, and the lanes that share a
-// row (4) or a column (8) exchange halves of what they have, once for rows and three times for
-// columns. What is left is added up in shared memory by the line thread of the row or column:
-// thread n looks after row n and column n.
+// Thread n is also the line thread of column n: it makes scales of the sums of its column.
 #pragma once
 
 #include <cstdint>
@@ -19,24 +16,25 @@
 
 namespace kvarn::device {
 
+inline constexpr int kChunk = 4;                 ///< neighbouring columns, 16 bytes
+inline constexpr int kChunks = 4;                ///< of a lane
+inline constexpr int kStrip = kChunk * kChunks;  ///< elements that a lane has of a row
+inline constexpr int kSteps = 4;                 ///< rows that a lane works on, one by one
+inline constexpr float kInfinity = __builtin_huge_valf();
+
 template <int kTileRows, int kTileCols>
 struct TileShape {
   static constexpr int kRows = kTileRows;
   static constexpr int kCols = kTileCols;
-  static constexpr int kRowWarps = kRows / 64;  ///< warps one above the other
-  static constexpr int kColWarps = kCols / 32;  ///< warps side by side
-  static constexpr int kWarps = kRowWarps * kColWarps;
+  static constexpr int kLanes = kCols / kStrip;        ///< of a row
+  static constexpr int kGroups = kWarpLanes / kLanes;  ///< rows that a warp works on at once
+  static constexpr int kWarps = kRows / (kGroups * kSteps);
   static constexpr int kThreads = kWarps * kWarpLanes;
-  static_assert(kThreads >= kRows && kThreads >= kCols);
+  static constexpr int kStepRows = kWarps * kGroups;  ///< from a lane's row to its next
+  static constexpr int kStepPlaces = kStepRows * kCols;
+  static_assert(kThreads >= kRows && kThreads >= kCols && kLanes >= kSteps);
+  static_assert(kStepRows % 16 == 0, "place() of a row depends on its number in sixteen");
 };
-
-inline constexpr int kSide = 8;                  ///< of a lane's square
-inline constexpr int kElements = kSide * kSide;  ///< of a lane
-
-/// Element (row i, column j) of a lane's square; four by four, they are mma accumulators.
-constexpr KVARN_HD int element(int i, int j) {
-  return 4 * (4 * (i / 2) + j / 2) + 2 * (i % 2) + j % 2;
-}
 
 /// threadIdx.x; volatile, so that what follows from it is computed anew wherever it is wanted, and
 /// need not be kept in a register.
@@ -46,122 +44,234 @@ __device__ __forceinline__ unsigned own_thread() {
   return thread;
 }
 
-/// Where a thread is in the tile. Every pass makes its own.
+/// Where a lane is; every pass makes its own. Lanes of different rows have their chunks in
+/// different orders: chunk k of group g is chunk k ^ (g % 4) of the row. So each register meets
+/// another one of its column at the same place of the lane that it is added to, without a
+/// selection.
 template <class Shape>
-struct TilePlace {
-  int lane;
-  int warp_row;
-  int warp_col;
-  int row;  ///< first of its square
-  int col;  ///< first of its square
+struct Strip {
+  int warp;
+  int in_row;  ///< number of the lane among those of its row
+  int group;
 
-  __device__ __forceinline__ TilePlace() {
+  __device__ __forceinline__ Strip() {
     const unsigned thread = own_thread();
-    lane = thread % kWarpLanes;
-    const int warp = thread / kWarpLanes;
-    warp_row = warp / Shape::kColWarps;
-    warp_col = warp % Shape::kColWarps;
-    row = warp_row * 64 + lane / 4 * kSide;
-    col = warp_col * 32 + lane % 4 * kSide;
+    warp = thread / kWarpLanes;
+    in_row = thread % Shape::kLanes;
+    group = thread % kWarpLanes / Shape::kLanes;
   }
+
+  __device__ __forceinline__ int row(int step) const {
+    return (step * Shape::kWarps + warp) * Shape::kGroups + group;
+  }
+  /// First column of chunk k.
+  __device__ __forceinline__ int col(int k) const {
+    return (k ^ (group & 3)) * (Shape::kCols / kChunks) + in_row * kChunk;
+  }
+  /// Of the rows of a lane, the one whose totals it gets from row_totals.
+  __device__ __forceinline__ int own_row() const { return row(in_row % kSteps); }
+  /// Whether this lane is the one that writes what is known of its row.
+  __device__ __forceinline__ bool first_of_row() const { return in_row == 0; }
 };
 
-/// The numbers of the eight rows or columns of a square.
-__device__ __forceinline__ void load_8(const float* from, float (&to)[kSide]) {
-  const float4 low = *reinterpret_cast<const float4*>(from);
-  const float4 high = *reinterpret_cast<const float4*>(from + 4);
-  to[0] = low.x, to[1] = low.y, to[2] = low.z, to[3] = low.w;
-  to[4] = high.x, to[5] = high.y, to[6] = high.z, to[7] = high.w;
-}
-
-inline constexpr float kInfinity = __builtin_huge_valf();
-
-/// Two lanes `distance` apart hold two numbers each; afterwards one (`upper`) has the sum of the
-/// second ones, the other that of the first. kMin: the smaller one instead of the sum.
-template <bool kMin>
-__device__ __forceinline__ float exchange(float first, float second, bool upper, int distance) {
-  const float keep = upper ? second : first;
-  const float send = upper ? first : second;
-  const float other = __shfl_xor_sync(0xffffffffu, send, distance);
-  return kMin ? fminf(keep, other) : keep + other;
-}
-
-/// Where the sums of a row lie in shared memory: those of every eighth row side by side, so that
-/// neither the lanes that write them nor the line threads that read them meet in a bank.
+/// Place of the chunk that starts at column `col`; odd eights of rows have every two chunks
+/// exchanged, for the squares of the rotation to be stored without bank conflicts.
 template <class Shape>
-struct RowPartials {
-  static constexpr int kPitch = Shape::kRows / kSide + 4;  ///< from row to next row
-  static constexpr int kPart = kSide * kPitch + 8;         ///< from part to part of a row
-  static constexpr int kParts = 2 * Shape::kColWarps;      ///< of a row
-  static constexpr int kStride = kParts * kPart;           ///< from sum to sum
+__device__ __forceinline__ int place(int row, int col) {
+  return row * Shape::kCols + (col ^ (row >> 1 & kChunk));
+}
 
-  __device__ __forceinline__ static int place(int row) {
-    return row % kSide * kPitch + row / kSide;
+/// Place of element (row, col).
+template <class Shape>
+__device__ __forceinline__ int place_of(int row, int col) {
+  return place<Shape>(row, col & ~(kChunk - 1)) + col % kChunk;
+}
+
+/// Where a lane's chunks of its first row are in the tile; those of another row are kStepRows rows
+/// on.
+template <class Shape>
+struct StripPlaces {
+  int of[kChunks];
+
+  __device__ __forceinline__ explicit StripPlaces(const Strip<Shape>& at) {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) of[k] = place<Shape>(at.row(0), at.col(k));
   }
 };
 
-/// Takes kSums sums and then kMins minima along the rows. row(i, out): what the lane's row i adds
-/// to each. Afterwards (and after a barrier) row_total has them.
-template <class Shape, int kSums, int kMins, class Row>
-__device__ __forceinline__ void reduce_rows(const TilePlace<Shape>& at, float* partial,
-                                            const Row& row) {
-  using To = RowPartials<Shape>;
-  constexpr int kCount = kSums + kMins;
-  const bool upper = (at.lane & 2) != 0;
-  float* const to = partial + (at.warp_col * 2 + at.lane % 2) * To::kPart + To::place(at.row) +
-                    (upper ? 4 * To::kPitch : 0);
+template <class Shape>
+__device__ __forceinline__ void load_strip(const float* tile, const StripPlaces<Shape>& places,
+                                           int step, float (&x)[kStrip]) {
 #pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    float low[kCount];
-    float high[kCount];
-    row(k, low);
-    row(k + 4, high);
-#pragma unroll
-    for (int q = 0; q < kCount; ++q) {
-      to[q * To::kStride + k * To::kPitch] = q < kSums ? exchange<false>(low[q], high[q], upper, 2)
-                                                       : exchange<true>(low[q], high[q], upper, 2);
-    }
+  for (int k = 0; k < kChunks; ++k) {
+    const float4 four =
+        *reinterpret_cast<const float4*>(tile + places.of[k] + step * Shape::kStepPlaces);
+    x[4 * k] = four.x, x[4 * k + 1] = four.y, x[4 * k + 2] = four.z, x[4 * k + 3] = four.w;
   }
 }
 
-/// Takes kSums sums along the columns: sums[q][j] is what the lane adds to its column j.
-template <class Shape, int kSums>
-__device__ __forceinline__ void reduce_cols(const TilePlace<Shape>& at, float* partial,
-                                            const float (&sums)[kSums][kSide]) {
+template <class Shape>
+__device__ __forceinline__ void load_strip(const float* tile, const Strip<Shape>& at, int row,
+                                           float (&x)[kStrip]) {
 #pragma unroll
-  for (int q = 0; q < kSums; ++q) {
-    float of_4[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      of_4[j] = exchange<false>(sums[q][j], sums[q][j + 4], (at.lane & 16) != 0, 16);
-    }
-    const float first = exchange<false>(of_4[0], of_4[2], (at.lane & 8) != 0, 8);
-    const float second = exchange<false>(of_4[1], of_4[3], (at.lane & 8) != 0, 8);
-    partial[(q * Shape::kRowWarps + at.warp_row) * Shape::kCols + at.col + at.lane / 4] =
-        exchange<false>(first, second, (at.lane & 4) != 0, 4);
+  for (int k = 0; k < kChunks; ++k) {
+    const float4 four = *reinterpret_cast<const float4*>(tile + place<Shape>(row, at.col(k)));
+    x[4 * k] = four.x, x[4 * k + 1] = four.y, x[4 * k + 2] = four.z, x[4 * k + 3] = four.w;
   }
 }
 
-/// Sum `q` of row or column threadIdx.x, for its line thread.
-template <class Shape, bool kMin = false>
-__device__ __forceinline__ float row_total(const float* partial, int q) {
-  using From = RowPartials<Shape>;
-  const float* const first = partial + q * From::kStride + From::place(threadIdx.x);
-  float total = first[0];
+/// The numbers of a lane's columns.
+template <class Shape>
+__device__ __forceinline__ void load_cols(const float* from, const Strip<Shape>& at,
+                                          float (&to)[kStrip]) {
 #pragma unroll
-  for (int w = 1; w < From::kParts; ++w) {
-    const float other = first[w * From::kPart];
-    total = kMin ? fminf(total, other) : total + other;
+  for (int k = 0; k < kChunks; ++k) {
+    const float4 four = *reinterpret_cast<const float4*>(from + at.col(k));
+    to[4 * k] = four.x, to[4 * k + 1] = four.y, to[4 * k + 2] = four.z, to[4 * k + 3] = four.w;
+  }
+}
+
+/// What the lanes of a row have of each of their kSteps rows -> all of row own_row(). `join` must
+/// not depend on the order. Half the rows go at each of two steps, so that a lane is left with one.
+template <class Shape, class T, class Join>
+__device__ __forceinline__ T row_total(const Strip<Shape>& at, const T (&part)[kSteps],
+                                       const Join& join) {
+  static_assert(kSteps == 4);
+  const bool high = at.in_row & 2;
+  const bool odd = at.in_row & 1;
+  const T even_total =
+      join(high ? part[2] : part[0], __shfl_xor_sync(0xffffffffu, high ? part[0] : part[2], 2));
+  const T odd_total =
+      join(high ? part[3] : part[1], __shfl_xor_sync(0xffffffffu, high ? part[1] : part[3], 2));
+  T total = join(odd ? odd_total : even_total,
+                 __shfl_xor_sync(0xffffffffu, odd ? even_total : odd_total, 1));
+#pragma unroll
+  for (int distance = 4; distance < Shape::kLanes; distance *= 2) {
+    total = join(total, __shfl_xor_sync(0xffffffffu, total, distance));
   }
   return total;
 }
 
+/// Sums over a strip: add(j, first, sums) adds element j; the first one of a chunk sets the sums.
+/// These do not depend on the order of the chunks.
+template <int kSums, class Add>
+__device__ __forceinline__ void strip_sums(const Add& add, float (&sums)[kSums]) {
+  float part[kChunks][kSums];
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) {
+#pragma unroll
+    for (int e = 0; e < kChunk; ++e) add(kChunk * k + e, e == 0, part[k]);
+  }
+#pragma unroll
+  for (int q = 0; q < kSums; ++q) {
+    sums[q] = (part[0][q] + part[1][q]) + (part[2][q] + part[3][q]);
+  }
+}
+
+/// The same along a row; all its lanes get the totals.
+template <class Shape, int kSums, class Add>
+__device__ __forceinline__ void row_sums(const Add& add, float (&sums)[kSums]) {
+  strip_sums(add, sums);
+#pragma unroll
+  for (int distance = 1; distance < Shape::kLanes; distance *= 2) {
+#pragma unroll
+    for (int q = 0; q < kSums; ++q) sums[q] += __shfl_xor_sync(0xffffffffu, sums[q], distance);
+  }
+}
+
+__device__ __forceinline__ void add_to(float& sum, bool first, float x) {
+  sum = first ? x : sum + x;
+}
+
+__device__ __forceinline__ void add_product(float& sum, bool first, float x, float y) {
+  sum = first ? x * y : fmaf(x, y, sum);
+}
+
+/// The ends of a row.
+struct RowRange {
+  float lo;
+  float hi;
+};
+
+/// The largest of a strip's numbers, as an integer, and the largest as an unsigned one: the
+/// smallest, if it is negative.
+__device__ __forceinline__ void strip_range(const float (&y)[kStrip], int& most, unsigned& least) {
+  most = __float_as_int(y[0]);
+  least = __float_as_uint(y[0]);
+#pragma unroll
+  for (int j = 1; j + 1 < kStrip; j += 2) {
+    most = __vimax3_s32(most, __float_as_int(y[j]), __float_as_int(y[j + 1]));
+    least = __vimax3_u32(least, __float_as_uint(y[j]), __float_as_uint(y[j + 1]));
+  }
+  most = max(most, __float_as_int(y[kStrip - 1]));
+  least = max(least, __float_as_uint(y[kStrip - 1]));
+}
+
+__device__ __forceinline__ RowRange ends(int most, unsigned least) {
+  return {fminf(__uint_as_float(least), 0.f), fmaxf(__int_as_float(most), 0.f)};
+}
+
+/// The smallest and the largest of the numbers of a row, one of which must be about 0: at most and
+/// at least 0.
+template <class Shape>
+__device__ __forceinline__ RowRange row_range(const float (&y)[kStrip]) {
+  int most;
+  unsigned least;
+  strip_range(y, most, least);
+#pragma unroll
+  for (int distance = 1; distance < Shape::kLanes; distance *= 2) {
+    most = max(most, __shfl_xor_sync(0xffffffffu, most, distance));
+    least = max(least, __shfl_xor_sync(0xffffffffu, least, distance));
+  }
+  return ends(most, least);
+}
+
+/// Sums along columns that the lanes of a warp hold, over its rows; to shared memory, for
+/// col_total.
+template <class Shape, int kSums>
+__device__ __forceinline__ void put_col_sums(const Strip<Shape>& at, float (&sums)[kSums][kStrip],
+                                             float* partial) {
+  constexpr int kGroups = Shape::kGroups;
+  constexpr int kLanes = Shape::kLanes;
+  constexpr int kLeft = kGroups >= 4 ? 1 : 2;  // chunks
+  constexpr int kStride = kGroups >= 4 ? 1 : 2;
+#pragma unroll
+  for (int q = 0; q < kSums; ++q) {
+    const auto add = [&](int to, int from, int distance) {
+#pragma unroll
+      for (int e = 0; e < kChunk; ++e) {
+        sums[q][kChunk * to + e] +=
+            __shfl_xor_sync(0xffffffffu, sums[q][kChunk * from + e], distance);
+      }
+    };
+    if constexpr (kGroups >= 4) {
+      add(0, 2, 2 * kLanes);
+      add(1, 3, 2 * kLanes);
+    } else {
+      add(2, 3, kLanes);
+    }
+    add(0, 1, kLanes);
+    if constexpr (kGroups == 8) add(0, 0, 4 * kLanes);
+  }
+  if (at.group >= 4) return;
+#pragma unroll
+  for (int q = 0; q < kSums; ++q) {
+#pragma unroll
+    for (int left = 0; left < kLeft; ++left) {
+      const float* const of = sums[q] + kChunk * kStride * left;
+      *reinterpret_cast<float4*>(partial + (q * Shape::kWarps + at.warp) * Shape::kCols +
+                                 at.col(kStride * left)) = {of[0], of[1], of[2], of[3]};
+    }
+  }
+}
+
+/// Sum `q` of column threadIdx.x, for its line thread.
 template <class Shape>
 __device__ __forceinline__ float col_total(const float* partial, int q) {
-  const float* const first = partial + q * Shape::kRowWarps * Shape::kCols + threadIdx.x;
+  const float* const first = partial + q * Shape::kWarps * Shape::kCols + threadIdx.x;
   float total = first[0];
 #pragma unroll
-  for (int w = 1; w < Shape::kRowWarps; ++w) total += first[w * Shape::kCols];
+  for (int w = 1; w < Shape::kWarps; ++w) total += first[w * Shape::kCols];
   return total;
 }
 
@@ -217,72 +327,57 @@ struct Affine {
   float offset;
 };
 
-/// The ends of a row of x / column scale, and its weighted mean.
-struct RowRange {
-  float lo;
-  float hi;
-  float mean;
-};
-
-/// What a line thread knows of its row, its column and its token. In shared memory: registers are
-/// for the tile. Thirteen words: an odd number, so that the threads of a warp meet different banks.
-struct Line {
-  Affine fit;  ///< that the codes are of
-  Affine out;  ///< that the reader gets
-  float mean;  ///< what was taken off x
-  float rest;  ///< weighted mean of what is left
-  float variance;
-  float col_scale;
-  float energy;        ///< of the token: the sum of its squares
-  bool live;           ///< the token is
-  bool counts_as_row;  ///< no dead token
-  bool counts_as_col;
-  RowRange range;
-};
-
 /// Shared memory of a block that works on a tile.
 template <class Shape>
 struct TileMemory {
-  static constexpr int kRowSums = 5;
-  static constexpr int kColSums = 2;
-  static constexpr int kRowArrays = 6;
-  static constexpr int kColArrays = 3;
   static constexpr int kStats = 8;
-  static constexpr int kOfRows = kRowSums * RowPartials<Shape>::kStride;
-  static constexpr int kOfCols = kColSums * Shape::kRowWarps * Shape::kCols;
-  static constexpr int kPartials = kOfRows > kOfCols ? kOfRows : kOfCols;
+  static constexpr int kTokens =
+      Shape::kRows > Shape::kCols ? Shape::kRows : Shape::kCols;  ///< at most
 
   union {
+    float tile[Shape::kRows * Shape::kCols];
     uint4 tokens[Shape::kRows * Shape::kCols / 8];  ///< 16-bit numbers, as they come
-    float partial[kPartials];                       ///< of sums, by warp
-    /// The part of a record: codes of 8 bits, two fields of rows, one of columns.
-    uint4 record[(Shape::kRows * Shape::kCols + 4 * Shape::kRows + 2 * Shape::kCols) / 16];
+    /// Row i at 4 * kCols * i, over its numbers.
+    uint8_t codes[4 * Shape::kRows * Shape::kCols];
   };
-  float row[kRowArrays][Shape::kRows];
-  float col[kColArrays][Shape::kCols];
-  float stat[kStats][(Shape::kWarps + 3) / 4 * 4];
-  Line line[Shape::kThreads];
-  __device__ __forceinline__ Line& own_line() { return line[own_thread()]; }
+  float partial[2 * Shape::kWarps * Shape::kCols];  ///< sums of columns, by warp
 
-  int bits;
-  float levels;  ///< 2^bits - 1
+  float inverse[Shape::kCols];  ///< 1 / column scale
+  float weight[Shape::kCols];   ///< of a column in the fit of a row
+  float shift[Shape::kCols];    ///< of codes, of a column
+  float col_scale[Shape::kCols];
+
+  // Of rows.
+  float mean[Shape::kRows];  ///< what is taken off x / column scale
+  Affine fit[Shape::kRows];  ///< that the codes are of, of x / column scale - mean
+  Affine out[Shape::kRows];  ///< that the reader gets, of x / column scale
+  float rest[Shape::kRows];  ///< weighted mean of what is left
+  float variance[Shape::kRows];
+
+  // Of tokens.
+  float energy[kTokens];  ///< sum of squares; of a dead one, that of the last live one
+  float found[kTokens];   ///< sum of squares of what was found
+  bool live[kTokens];
+
+  float stat[kStats][(Shape::kWarps + 3) / 4 * 4];
+  float inverse_last_row;  ///< factor / scale of the last row, in the normalization
   int live_tokens;
-  int first_live;                                                             ///< 0 if none is
-  int dead[(Shape::kRows > Shape::kCols ? Shape::kRows : Shape::kCols) / 8];  ///< a bit a token
+  int last_live;  ///< 0 if none is
 };
 
-/// Which tokens take part; the same for all threads.
+/// What the numbers of a tile are; the same for all threads.
 template <class Shape>
 struct Tokens {
   bool are_cols;  ///< K: tokens are columns; V: rows
+  int bits;
   const TileMemory<Shape>& memory;
 
   __device__ __forceinline__ int live() const { return memory.live_tokens; }
-  __device__ __forceinline__ int first() const { return memory.first_live; }
+  __device__ __forceinline__ int last() const { return memory.last_live; }
   __device__ __forceinline__ int count() const { return are_cols ? Shape::kCols : Shape::kRows; }
   __device__ __forceinline__ bool all_live() const { return live() == count(); }
-  __device__ __forceinline__ int first_row() const { return are_cols ? 0 : first(); }
-  __device__ __forceinline__ int first_col() const { return are_cols ? first() : 0; }
+  __device__ __forceinline__ int last_row() const { return are_cols ? Shape::kRows - 1 : last(); }
+  __device__ __forceinline__ int last_col() const { return are_cols ? last() : Shape::kCols - 1; }
   /// Entries of a row and of a column that count.
   __device__ __forceinline__ float row_length() const {
     return static_cast<float>(are_cols ? live() : Shape::kCols);
@@ -290,13 +385,11 @@ struct Tokens {
   __device__ __forceinline__ float col_length() const {
     return static_cast<float>(are_cols ? Shape::kRows : live());
   }
-  /// The dead ones among those of a lane's square, a bit each.
-  __device__ __forceinline__ int dead(const TilePlace<Shape>& at) const {
-    return all_live() ? 0 : memory.dead[(are_cols ? at.col : at.row) / kSide];
+  __device__ __forceinline__ bool row_counts(int row) const { return are_cols || memory.live[row]; }
+  __device__ __forceinline__ bool col_counts(int col) const {
+    return !are_cols || memory.live[col];
   }
+  __device__ __forceinline__ float levels() const { return static_cast<float>((1 << bits) - 1); }
 };
-
-/// Whether token `token` of a square is dead.
-__device__ __forceinline__ bool is_dead(int bits, int token) { return (bits >> token & 1) != 0; }
 
 }  // namespace kvarn::device
