@@ -90,6 +90,23 @@ int64_t max_split_units(const DecodeWorkspaceParams& p, const RowShape& shape,
   return row_blocks * p.kv_heads * units_of_item;
 }
 
+/// 2^64 / shares, rounded up (see Division).
+uint64_t inverse_of(int shares) {
+  return shares == 1 ? UINT64_MAX : UINT64_MAX / static_cast<uint64_t>(shares) + 1;
+}
+
+/// The largest number of blocks whose equal shares begin and end with items, or that divide each
+/// item among as many blocks, if all items are equal; 0 if that leaves too many blocks idle.
+int aligned_blocks(const DecodeWorkspaceParams& p, const RowShape& shape, int grid) {
+  const int64_t rows = (p.tokens + p.seqs - 1) / p.seqs * (p.q_heads / p.kv_heads);
+  const int64_t items = p.seqs * p.kv_heads * ((rows + shape.rows() - 1) / shape.rows());
+  const int64_t of_block = (items + grid - 1) / grid;
+  const int64_t blocks = items < grid ? grid / items * items : items / of_block;
+  const bool exact = items < grid || items % of_block == 0;
+  constexpr int64_t kIdle = 16;  // at most one block of so many
+  return exact && (grid - blocks) * kIdle <= grid ? static_cast<int>(blocks) : 0;
+}
+
 /// The parts of the workspace, each a multiple of 16 bytes.
 struct Workspace {
   int64_t flag_bytes = 0;
@@ -275,8 +292,11 @@ Status decode_attention(const DecodeParams& p) {
   plan.warp_pieces =
       reinterpret_cast<float4*>(memory + workspace.flag_bytes + workspace.piece_bytes);
   const int grid = device.multiprocessors;
-  const auto shares = static_cast<uint64_t>(grid * plan.teams);
-  plan.inverse_shares = shares == 1 ? UINT64_MAX : UINT64_MAX / shares + 1;
+  plan.inverse_shares = inverse_of(grid * plan.teams);
+  plan.aligned_shares = static_cast<unsigned>(aligned_blocks(sizes, shape, grid) * plan.teams);
+  if (plan.aligned_shares > 0) {
+    plan.inverse_aligned = inverse_of(static_cast<int>(plan.aligned_shares));
+  }
   const int ring_bytes = plan.teams * plan.stages * plan.stage_bytes;
   const int shared_bytes =
       std::max(ring_bytes, static_cast<int>(kDecodeWarps * state_bytes(f, shape)));

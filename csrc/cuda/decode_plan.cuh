@@ -55,10 +55,12 @@ struct DecodePlan {
   int teams;   ///< of a block
   int stages;  ///< of a team's ring
   int stage_bytes;
-  uint64_t inverse_shares;  ///< see Division
-  int window;               ///< window_left; -1: none
-  int split_tiles;          ///< 0: units are tiles
-  unsigned staged_units;    ///< 2^16 units a token of an open tile; 0: each tile is one unit
+  uint64_t inverse_shares;   ///< see Division
+  unsigned aligned_shares;   ///< whose blocks end where items do, if all items are equal; 0: none
+  uint64_t inverse_aligned;  ///< see Division
+  int window;                ///< window_left; -1: none
+  int split_tiles;           ///< 0: units are tiles
+  unsigned staged_units;     ///< 2^16 units a token of an open tile; 0: each tile is one unit
   bool records_aligned;
   bool staging_aligned;
   bool q_aligned;
@@ -231,14 +233,17 @@ __device__ __forceinline__ void divide(const DecodeParams& p, const DecodePlan& 
   const int lane = threadIdx.x % kWarpLanes;
   const int64_t first = static_cast<int64_t>(threadIdx.x) * chunk;
   const int64_t end = min(first + chunk, p.kv.seqs);
+  const SequenceWork front = sequence_work(p, plan, 0);
+  bool equal = true;
   int64_t mine = 0;
   for (int64_t seq = first; seq < end; ++seq) {
     const SequenceWork w = sequence_work(p, plan, seq);
     mine += w.items(p.kv.kv_heads) * w.units;
+    equal = equal && w.units == front.units && w.row_blocks == front.row_blocks;
   }
   const int64_t upto = inclusive_scan(mine, lane);
   if (lane == kWarpLanes - 1) scan.warp_total[warp] = upto;
-  __syncthreads();
+  equal = __syncthreads_and(equal);
   int64_t before = upto - mine;
 #pragma unroll
   for (int w = 0; w < kDecodeWarps; ++w) {
@@ -258,6 +263,10 @@ __device__ __forceinline__ void divide(const DecodeParams& p, const DecodePlan& 
       d.shares = static_cast<unsigned>(d.units);
       d.inverse = 0;
       d.teams = static_cast<int>(max((d.shares + gridDim.x - 1) / gridDim.x, 1u));
+    } else if (equal && plan.aligned_shares > 0) {
+      // Some blocks less, but none waits for another's part of an item.
+      d.shares = plan.aligned_shares;
+      d.inverse = plan.inverse_aligned;
     }
     division = d;
   }
