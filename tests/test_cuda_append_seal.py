@@ -392,6 +392,62 @@ def test_fault10_70000_tiles() -> None:
     assert torch.equal(cache[blocks], packed(staging, list(range(101)))[slots])
 
 
+@pytest.mark.parametrize(("fit", "iterations"), [("unbiased", 0), ("unbiased", 4), ("minmax", 4)])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("group", GROUPS)
+def test_fault10_more_tiles_than_run_at_once(
+    group: int, head_dim: int, fit: str, iterations: int
+) -> None:
+    """A block then makes one part of a record after another: what it had before, dead and massive
+    tokens or padding, leaves no trace. quantize_tiles gives each part a block of its own."""
+    fmt = format_of((4, 2), group, head_dim)
+    how = {"fit": fit, "iterations": iterations}
+    heads, slots_of_pool = 3, 7
+    # A multiprocessor runs at most 32 blocks at once; these have work for 66.
+    tiles = 11 * torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    count = tiles - 40
+    generator = torch.Generator().manual_seed(0)
+    slots = torch.randint(0, slots_of_pool, (tiles,), generator=generator)
+    blocks = torch.randperm(tiles + 50, generator=generator)[:tiles]
+    slots[torch.rand(tiles, generator=generator) < 0.2] = -1
+    blocks[torch.rand(tiles, generator=generator) < 0.2] = -1
+    slots[300:700] = -1  # whole rounds of all blocks
+    sealed = (slots >= 0) & (blocks >= 0) & (torch.arange(tiles) < count)
+    for dtype, kind in zip(HALVES, INDICES, strict=True):
+        staging = gpu.normal(slots_of_pool, 2, heads, group, head_dim, dtype=dtype)
+        staging[1, :, :, 5] = float("nan")
+        staging[2] = 0
+        staging[3, :, 1, 9] = 6e4
+        staging[4, 0, :, ::2] = 0
+        staging[5, 1, 2] = float("inf")
+        want = packed(staging, list(range(slots_of_pool)), fmt, **how)
+        cache = empty_cache(tiles + 50, heads, fmt)
+        expected = cache.clone()
+        expected[blocks[sealed].to(DEVICE)] = want[slots[sealed].to(DEVICE)]
+        ops.seal_blocks(
+            staging, index(slots, kind), index(blocks, kind), cache, fmt,
+            count=index([count], torch.int32), **how,
+        )  # fmt: skip
+        assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize("kind", INDICES)
+def test_fault19_nothing_but_padding(kind: torch.dtype) -> None:
+    """More of it than blocks run at once; some that is beyond `count`."""
+    tiles, heads = 700, 2
+    staging, cache = gpu.normal(4, 2, heads, 64, 64), empty_cache(tiles, heads)
+    padding = index([-1] * tiles, kind)
+    slots, blocks = index([i % 4 for i in range(tiles)], kind), index(range(tiles), kind)
+    for pair in ((padding, blocks), (slots, padding), (padding, padding)):
+        ops.seal_blocks(staging, *pair, cache, FMT)
+        ops.seal_blocks(staging, *pair, cache, FMT, count=index([tiles], torch.int32))
+    ops.seal_blocks(staging, slots, blocks, cache, FMT, count=index([0], torch.int32))
+    assert (cache == 0xFF).all()
+    ops.seal_blocks(staging, slots, blocks, cache, FMT, count=index([699], torch.int32))
+    assert torch.equal(cache[:699], packed(staging, list(range(4)))[slots.long()[:699]])
+    assert (cache[699:] == 0xFF).all()
+
+
 def test_fault24_256_tiles_of_one_step_are_one_launch() -> None:
     fmt = format_of((4, 2), 128, 128)
     staging = gpu.normal(256, 2, 3, 128, 128)

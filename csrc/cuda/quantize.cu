@@ -3,12 +3,12 @@
 // Roofline. A record of k4v2, D = G = 128, is 64 KB of fp16 to read and 13.8 KB to write: 18 ns at
 // the copy rate of an H200. Its SMs have 1 instruction slot an element and nanosecond, and the fits
 // take 70 (closed form) to 100 (4 rounds) at least: the kernel is bound by instructions, not bytes.
-// So the tile stays in registers, in fp32, from the rotation to the codes; the tensor core does the
-// rotation; and codes are packed where they are.
+// The tile is in shared memory, in fp32, from the rotation to the codes, and every pass over it is
+// a short loop: straight-line code over a tile in registers waited for its own instructions.
 //
-// Measured there: 252 ns a record in closed form, 311 with 4 rounds, 244 for minmax with 8. It
-// takes 168 instructions an element (4 rounds) and issues on 55 % of the cycles: fetching its
-// straight-line code is what it waits for most (docs/design.md).
+// Measured there: 179 ns a record in closed form, 295 with 4 rounds, 270 for minmax with 8. Before
+// its last changes it took 108 (closed form) and 197 instructions (4 rounds) an element and issued
+// on 63 % of the cycles (docs/design.md).
 //
 // A block makes one part (K or V) of one record. device/tile.cuh says who holds what, rotate.cuh
 // how it gets there, sinkhorn.cuh and fit.cuh what is computed, pack.cuh how it leaves.
@@ -83,7 +83,8 @@ __device__ __forceinline__ device::TokenRows tokens_of(const Jobs& jobs, const J
           stride[1], jobs.dtype, jobs.rotated, jobs.aligned};
 }
 
-/// Sums of squares of x * boost over each token, in memory.found. Starts and ends with a barrier.
+/// Sums of squares of x * boost over each token, in memory.found. Starts after a barrier, ends with
+/// one.
 template <class Shape>
 __device__ __forceinline__ void find_energies(device::TileMemory<Shape>& memory, bool are_cols,
                                               float boost) {
@@ -182,7 +183,7 @@ __device__ __forceinline__ float size_factor(device::TileMemory<Shape>& memory,
   return 64.f * exp2f(-rintf(log2f(mean) / 2));
 }
 
-/// Line threads: the scale of column threadIdx.x. Starts and ends with a barrier, or near one.
+/// Line threads: the scale of column threadIdx.x. Starts after a barrier, contains some.
 template <class Shape>
 __device__ __forceinline__ float find_col_scale(device::TileMemory<Shape>& memory,
                                                 const device::Tokens<Shape>& tokens, Fit fit,
@@ -363,14 +364,16 @@ Status run(Jobs& jobs, void* stream) {
   constexpr size_t kKeyBytes = sizeof(device::TileMemory<KeyShape<kDim, kGroup>>);
   constexpr size_t kValueBytes = sizeof(device::TileMemory<ValueShape<kDim, kGroup>>);
   constexpr size_t kBytes = kKeyBytes > kValueBytes ? kKeyBytes : kValueBytes;
+  static_assert(kBytes <= 163 << 10, "more than a block may have on sm_80");
   constexpr auto kernel = quantize_kernel<kDim, kGroup>;
   const int64_t parts = 2 * jobs.tiles * jobs.heads;
   if (parts == 0) return {};
-  if (Status status = check_grid("key", parts); !status.ok()) return status;
+  const bool sealing = jobs.target.data != nullptr;
+  if (Status status = check_grid(sealing ? "slots" : "key", parts); !status.ok()) return status;
   if (Status status = allow_shared_memory(kernel, kBytes); !status.ok()) return status;
   jobs.parts = static_cast<unsigned>(parts);
   unsigned blocks = jobs.parts;
-  if (jobs.target.data != nullptr) {
+  if (sealing) {
     // Most may be padding, and the start of a block that has much shared memory takes its time.
     int most = 0;
     if (Status status = resident_blocks(kernel, kThreads<kDim, kGroup>, kBytes, most);

@@ -2,11 +2,12 @@
 // 2606.03458), best round.
 //
 // Scales are kept as factors: adding a logarithm is multiplying, the clips are the same. A pass
-// takes sum and sum of squares of x / scale about one element of the row or column, so that the
-// deviation of a constant one is exactly 0 and a large mean costs no precision: three operations an
-// element. The last ones are taken: of tokens, the first ones of a sequence may be massive. Row
-// deviations after a row's scale changed are the old ones divided by the change: a round looks at
-// every element twice, once along rows and once along columns.
+// takes sum and sum of squares of x / scale about one element of the row or column: three
+// operations an element. So a large mean costs no precision, and in the first round, which decides
+// who takes part, the deviation of a constant row or column is exactly 0. The element is the last
+// one: of tokens, the first ones of a sequence may be massive. Row deviations after a row's scale
+// changed are the old ones divided by the change: a round looks at every element twice, once along
+// rows and once along columns.
 #pragma once
 
 #include <cstdint>
@@ -46,7 +47,7 @@ __device__ __forceinline__ float row_deviation(const float (&x)[kStrip], float a
 
 /// Line threads: the column scale of column threadIdx.x, of the tile times `factor`. Dead tokens
 /// must hold the numbers of the last live one. They then have its scale, and add nothing to a
-/// deviation, which is taken about it. Starts and ends with a barrier.
+/// deviation, which is taken about it. Starts after a barrier, ends with one.
 template <class Shape>
 __device__ __forceinline__ float sinkhorn_col_scale(TileMemory<Shape>& memory,
                                                     const Tokens<Shape>& tokens, float factor,

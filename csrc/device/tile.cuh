@@ -4,8 +4,8 @@
 // a row are neighbours, so that what a row needs (ranges, moments, codes, least squares) takes a
 // few shuffles and no barrier. Sums along columns stay in the lane's registers from step to step,
 // and only meet those of other rows at the end of a pass. Every pass is a loop over kSteps rows of
-// 16 elements: its code is small enough for the instruction cache, which straight-line code over a
-// whole tile in registers is not.
+// 16 elements, unrolled only where little is done to each: its code is small enough for the
+// instruction cache, which straight-line code over a whole tile in registers is not.
 //
 // Thread n is also the line thread of column n: it makes scales of the sums of its column.
 #pragma once
@@ -32,6 +32,9 @@ struct TileShape {
   static constexpr int kThreads = kWarps * kWarpLanes;
   static constexpr int kStepRows = kWarps * kGroups;  ///< from a lane's row to its next
   static constexpr int kStepPlaces = kStepRows * kCols;
+  /// Sums of a column that are kept; 16 warps share 8, or D = 256, G = 128 would need more shared
+  /// memory than sm_80 has.
+  static constexpr int kPartials = kWarps < 8 ? kWarps : 8;
   static_assert(kThreads >= kRows && kThreads >= kCols && kLanes >= kSteps);
   static_assert(kStepRows % 16 == 0, "place() of a row depends on its number in sixteen");
 };
@@ -68,7 +71,7 @@ struct Strip {
   __device__ __forceinline__ int col(int k) const {
     return (k ^ (group & 3)) * (Shape::kCols / kChunks) + in_row * kChunk;
   }
-  /// Of the rows of a lane, the one whose totals it gets from row_totals.
+  /// Of the rows of a lane, the one whose totals it gets from row_total.
   __device__ __forceinline__ int own_row() const { return row(in_row % kSteps); }
   /// Whether this lane is the one that writes what is known of its row.
   __device__ __forceinline__ bool first_of_row() const { return in_row == 0; }
@@ -227,7 +230,7 @@ __device__ __forceinline__ RowRange row_range(const float (&y)[kStrip]) {
 }
 
 /// Sums along columns that the lanes of a warp hold, over its rows; to shared memory, for
-/// col_total.
+/// col_total. All threads take part: it may contain a barrier.
 template <class Shape, int kSums>
 __device__ __forceinline__ void put_col_sums(const Strip<Shape>& at, float (&sums)[kSums][kStrip],
                                              float* partial) {
@@ -253,25 +256,38 @@ __device__ __forceinline__ void put_col_sums(const Strip<Shape>& at, float (&sum
     add(0, 1, kLanes);
     if constexpr (kGroups == 8) add(0, 0, 4 * kLanes);
   }
-  if (at.group >= 4) return;
+  const auto put = [&](bool add) {
 #pragma unroll
-  for (int q = 0; q < kSums; ++q) {
+    for (int q = 0; q < kSums; ++q) {
 #pragma unroll
-    for (int left = 0; left < kLeft; ++left) {
-      const float* const of = sums[q] + kChunk * kStride * left;
-      *reinterpret_cast<float4*>(partial + (q * Shape::kWarps + at.warp) * Shape::kCols +
-                                 at.col(kStride * left)) = {of[0], of[1], of[2], of[3]};
+      for (int left = 0; left < kLeft; ++left) {
+        const float* const of = sums[q] + kChunk * kStride * left;
+        auto* const to = reinterpret_cast<float4*>(
+            partial + (q * Shape::kPartials + at.warp % Shape::kPartials) * Shape::kCols +
+            at.col(kStride * left));
+        float4 sum = {of[0], of[1], of[2], of[3]};
+        if (add) sum = {to->x + sum.x, to->y + sum.y, to->z + sum.z, to->w + sum.w};
+        *to = sum;
+      }
     }
+  };
+  if constexpr (Shape::kWarps == Shape::kPartials) {
+    if (at.group < 4) put(false);
+  } else {
+    static_assert(Shape::kWarps == 2 * Shape::kPartials && kGroups <= 4);
+    if (at.warp >= Shape::kPartials) put(false);
+    __syncthreads();
+    if (at.warp < Shape::kPartials) put(true);
   }
 }
 
 /// Sum `q` of column threadIdx.x, for its line thread.
 template <class Shape>
 __device__ __forceinline__ float col_total(const float* partial, int q) {
-  const float* const first = partial + q * Shape::kWarps * Shape::kCols + threadIdx.x;
+  const float* const first = partial + q * Shape::kPartials * Shape::kCols + threadIdx.x;
   float total = first[0];
 #pragma unroll
-  for (int w = 1; w < Shape::kWarps; ++w) total += first[w * Shape::kCols];
+  for (int i = 1; i < Shape::kPartials; ++i) total += first[i * Shape::kCols];
   return total;
 }
 
@@ -340,7 +356,7 @@ struct TileMemory {
     /// Row i at 4 * kCols * i, over its numbers.
     uint8_t codes[4 * Shape::kRows * Shape::kCols];
   };
-  float partial[2 * Shape::kWarps * Shape::kCols];  ///< sums of columns, by warp
+  float partial[2 * Shape::kPartials * Shape::kCols];  ///< sums of columns, of some rows each
 
   float inverse[Shape::kCols];  ///< 1 / column scale
   float weight[Shape::kCols];   ///< of a column in the fit of a row
