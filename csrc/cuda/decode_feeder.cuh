@@ -142,6 +142,7 @@ class Feeder {
     const bool is_staged = (staged_ahead_ >> owner & 1) != 0;
     int tokens = 0;
     if (is_staged) {
+      __syncwarp();  // lane 0 has written the cursor
       const int length = shared_.cursor[team_].work.length;
       tokens = min(length - (next_ << plan_.group_shift), 1 << plan_.group_shift);
     }
@@ -196,6 +197,7 @@ class Feeder {
       return;
     }
     copy.by_elements(stage, values, lane_);
+    device::fence_before_copies();
     __syncwarp();
     if (lane_ == 0) device::RingCopy::arrive_alone(full);
   }
@@ -218,6 +220,7 @@ class Feeder {
       return;
     }
     if (from != nullptr) device::copy_bytes(stage, from, record_bytes_, lane_);
+    device::fence_before_copies();
     __syncwarp();
     if (lane_ == 0) device::RingCopy::arrive_alone(full);
   }
