@@ -45,6 +45,9 @@ from kvarn.integrations.vllm import register  # noqa: E402
 register()  # what vLLM does when it finds the entry point
 
 VOCABULARY = 50
+#: Two units of fp16 at the largest outputs, 4 to 8: keys, values and the parts that are merged are
+#: rounded to it, and so is the result. What is quantized and should not be is off by 0.1.
+TOLERANCE = 2 * 2.0**-8
 CPU = torch.device("cpu")
 
 
@@ -325,7 +328,7 @@ class Engine:
             q, k, v, self.fmt.head_dim**-0.5, past, True, self.window_left, self.soft_cap
         )
         error = (out.double() - expected).abs().max().item()
-        assert error < 4e-3, f"{name}: {error} at {past} + {new}"
+        assert error < TOLERANCE, f"{name}: {error} at {past} + {new}"
         self.seen["worst"] = max(self.seen["worst"], error)
         blocks = self.blocks[self.rows[name]]
         for tile in range(end // group):
