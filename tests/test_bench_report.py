@@ -96,6 +96,7 @@ def test_check_writes_nothing(tmp_path, monkeypatch, results, capsys):
     (tmp_path / "docs").mkdir()
     for path in (tmp_path / "README.md", tmp_path / "docs" / "benchmarks.md"):
         path.write_text(between("old\n", "h200"))
+    (tmp_path / "docs" / "vllm.md").write_text("Without a table.\n")
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "FIGURES", tmp_path / "docs" / "figures")
     monkeypatch.setattr(report.record, "RESULTS", results)

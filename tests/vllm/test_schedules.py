@@ -117,6 +117,19 @@ def test_abort_and_reuse(model):
     small.run()
 
 
+def test_batches_that_stand_in_for_others(model):
+    """Warm-up and capture come first, idle ranks run them at any time."""
+    small = new_engine(model)
+    for requests, tokens in ((4, 4), (1, 256), (3, 100)):
+        small.stand_in_step(requests, tokens)
+    for name in "abc":
+        small.add(name, [ord(name) % 50, 7] * 50, 8)
+        small.step()
+        small.stand_in_step(4, 4)
+        small.stand_in_step(2, 130)
+    small.run()
+
+
 def test_without_prefix_caching(model):
     small = new_engine(model, enable_prefix_caching=False)
     for name in "ab":
@@ -138,6 +151,7 @@ actions = st.lists(
         st.lists(requests, min_size=1, max_size=3),  # arrive in the same step
         st.integers(1, 6),  # steps
         st.just("abort"),
+        st.just("stand-in"),
     ),
     min_size=2,
     max_size=6,
@@ -175,6 +189,9 @@ def test_any_schedule(model, monkeypatch, options, layer, budget, few, blocks, t
         elif action == "abort":
             if running := small.running():
                 small.abort(running[-1])
+        elif action == "stand-in":
+            small.stand_in_step(2, 2)
+            small.stand_in_step(3, 40)
         else:
             for _ in range(action):
                 if small.scheduler.has_requests():
@@ -279,3 +296,17 @@ def test_a_broken_rule_is_found(model, monkeypatch, break_rule):
     small = new_engine(model, options={"recent_blocks": 1})
     with pytest.raises(AssertionError, match=r"^[a-e]: "):
         play(small, few_blocks=False)
+
+
+def test_a_stand_in_that_writes_is_found(model, monkeypatch):
+    rows = _versions.request_rows
+
+    def all_real(m):
+        found = rows(m)
+        found.batch = np.arange(len(found.batch), dtype=np.int32)
+        return found
+
+    monkeypatch.setattr(_versions, "request_rows", all_real)
+    small = new_engine(model)
+    with pytest.raises(AssertionError, match="something was written"):
+        small.stand_in_step(3, 40)
