@@ -144,16 +144,17 @@ requests = st.tuples(
     st.integers(0, 2),  # which text it begins with
     st.integers(0, 400),  # how many tokens of it
     st.integers(1, 100),  # tokens of its own
-    st.integers(1, 10),  # to generate
+    st.integers(1, 40),  # to generate
 )
+arrivals = st.lists(requests, min_size=1, max_size=3)  # in the same step
 actions = st.lists(
     st.one_of(
-        st.lists(requests, min_size=1, max_size=3),  # arrive in the same step
+        arrivals,
         st.integers(1, 6),  # steps
         st.just("abort"),
         st.just("stand-in"),
     ),
-    min_size=2,
+    min_size=1,
     max_size=6,
 )
 
@@ -163,7 +164,8 @@ actions = st.lists(
     layer=st.sampled_from([{}, {}, {"window": 90}, {"window": 200, "soft_cap": 5.0}]),
     budget=st.sampled_from([64, 150, 512]),
     few=st.sampled_from([0, 32, 100]),
-    blocks=st.integers(11, 24),
+    blocks=st.integers(11, 16),
+    first=st.lists(requests, min_size=3, max_size=4),
     todo=actions,
 )
 @settings(
@@ -171,7 +173,7 @@ actions = st.lists(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-def test_any_schedule(model, monkeypatch, options, layer, budget, few, blocks, todo):
+def test_any_schedule(model, monkeypatch, options, layer, budget, few, blocks, first, todo):
     monkeypatch.setattr(prefill, "FEW_TOKENS", few)
     monkeypatch.setattr(prefill, "PIECE_TOKENS", 128)
     small = new_engine(
@@ -180,7 +182,7 @@ def test_any_schedule(model, monkeypatch, options, layer, budget, few, blocks, t
     )  # fmt: skip
     texts = np.random.default_rng(5).integers(0, engine.VOCABULARY, (3, 400)).tolist()
     count = 0
-    for action in todo:
+    for action in [first, *todo]:
         if isinstance(action, list):
             for text, shared, own, new in action:
                 prompt = texts[text][:shared] + [(count + i) % 50 for i in range(own)]
