@@ -371,6 +371,7 @@ def append_kv(
             skipped. What a row gets that is named twice is not defined.
         staging: the dtype of ``key``, ``[slots, 2, Hkv, G, D]``; written in place.
         block_slot: ``[num_blocks]``: the staging slot of a block; -1 (a record) cannot be written.
+            Virtual blocks (`decode_attention`) are written like others, by their own ids.
         fmt: the format of the cache.
     """
     args = Arguments("append_kv", "key", key)

@@ -7,6 +7,8 @@ import torch
 
 from kvarn import _load
 
+collect_ignore = ["vllm"]  # has an environment of its own: `make test-vllm`
+
 # Tests are many and small: threads would cost more than they bring. Those about the division of
 # work, and those that run a model, set their own number.
 torch.set_num_threads(1)

@@ -96,6 +96,7 @@ def test_check_writes_nothing(tmp_path, monkeypatch, results, capsys):
     (tmp_path / "docs").mkdir()
     for path in (tmp_path / "README.md", tmp_path / "docs" / "benchmarks.md"):
         path.write_text(between("old\n", "h200"))
+    (tmp_path / "docs" / "vllm.md").write_text("Without a table.\n")
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "FIGURES", tmp_path / "docs" / "figures")
     monkeypatch.setattr(report.record, "RESULTS", results)
@@ -237,3 +238,48 @@ def test_whole_decode_steps(tmp_path):
     assert "| 64 | 16384 | 1 | **200.0 us** | 1.00 ms (5.00x) |" in text
     assert "| 64 | 16384 | 4 | **2.00 ms** | 32,000 |" in text
     assert "| 36 | 16384 | 128.0 GiB | **220** | 221 | 55 | 4.00 |" in text
+
+
+def test_a_vllm_engine(tmp_path):
+    """Ratios are to the 16-bit cache of the same load."""
+    path = tmp_path / "h200" / "vllm" / "engine.json"
+    assert report.vllm_table(path, "figures") == "Not recorded yet.\n"
+    path.parent.mkdir(parents=True)
+    rows = [
+        {
+            "case": {"cache": cache, "dtype": "float16", "batch": b, "prompt": p, "new": 256},
+            "op": "vllm", "format": None, "kv_tokens": tokens, "tokens_per_s": rate * b,
+            "ms_per_step": 1e3 / rate, "median_step_ms": 9.0, "prefill_s": 1.5, "steps": 200,
+        }
+        for cache, tokens, rates in (("auto", 1000, (40.0, 80.0)), (NAME, 4300, (100.0, 120.0)))
+        for b, p, rate in ((64, 8192, rates[0]), (16, 16384, rates[1]))
+    ]  # fmt: skip
+    machine = {"gpu": "G", "torch": "3", "date": "4", "commit": "5", "vllm": "6", "note": "Once."}
+    path.write_text(json.dumps({**machine, "rows": rows}))
+    text = report.vllm_table(path, "figures")
+    assert "| 64 x 8192 | float16 | **2,560** | 25.00 | 9.00 | 1.50 s | 1,000 |" in text
+    assert (
+        f"| 64 x 8192 | {NAME} | **6,400** (2.50x) | 10.00 | 9.00 | 1.50 s | 4,300 (4.30x)" in text
+    )
+    assert f"| 16 x 16384 | {NAME} | **1,920** (1.50x) |" in text
+    assert text.endswith("vLLM 6, G, torch 3, 4, commit 5. Once.\n")
+    assert report.VLLM_FIGURE in text
+    assert report.draw(tmp_path, tmp_path / "drawn") == [report.VLLM_FIGURE]
+    assert (tmp_path / "drawn" / report.VLLM_FIGURE).stat().st_size > 1000
+
+
+def test_rates_of_an_engine():
+    """Only steps in which all requests decode count, without the first of them."""
+    from bench import vllm
+
+    assert vllm.Case.parse("64:8192:256") == vllm.Case(64, 8192, 256)
+    moments = [vllm.Moment(1.0, 1, 1, 0)]
+    moments += [vllm.Moment(2.0 + 0.5 * i, 2 + 2 * i, 2, 0) for i in range(20)]
+    moments += [vllm.Moment(99.0, 42, 2, 1)]
+    found = vllm.summary(moments, 2)
+    assert found == {
+        "tokens_per_s": 4.0, "ms_per_step": 500.0, "median_step_ms": 500.0, "steps": 15,
+        "prefill_s": 2.0,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="1 steps in which all requests decode"):
+        vllm.summary(moments[:2], 2)

@@ -32,7 +32,7 @@ PAGED = {
     "block_table": f"{INDICES} [B, max_blocks]",
     "seq_lens": f"{INDICES} [3]",
     "staging": f"{FLOATS} [slots, 2, 2, 64, 64]",
-    "block_slot": f"{INDICES} [6]",
+    "block_slot": f"{INDICES} [blocks]",
 }
 CANONICAL = {
     "key_codes": "uint8 [2, 2, 64, 64]",
@@ -197,6 +197,11 @@ VALUES: dict[str, list[tuple[str, Any, str]]] = {
             "cache must be of at least one KV head, got 0",
         ),
         ("staging", None, "staging and block_slot must be given together, got block_slot alone"),
+        (
+            "block_slot",
+            torch.full((5,), -1, dtype=torch.int32),
+            "block_slot must be of at least 6 blocks, got 5",
+        ),
         ("block_slot", None, "staging and block_slot must be given together, got staging alone"),
         ("causal", 0, "causal must be True or False, got 0"),
         ("sm_scale", "a", "sm_scale must be a number, got 'a'"),
@@ -227,6 +232,11 @@ VALUES: dict[str, list[tuple[str, Any, str]]] = {
     "gather_kv": [
         ("fmt", 4, f"{FMT_RULE}, got 4"),
         ("staging", None, "staging and block_slot must be given together, got block_slot alone"),
+        (
+            "block_slot",
+            torch.full((5,), -1, dtype=torch.int32),
+            "block_slot must be of at least 6 blocks, got 5",
+        ),
         ("rotated", 0, "rotated must be True or False, got 0"),
         ("total_tokens", -1, f"total_tokens must be {I64.format(0)}, got -1"),
         (
@@ -629,6 +639,11 @@ RAW_VALUES: dict[str, list[tuple[str, Any, str]]] = {
         *FORMAT_CASES,
         ("q", torch.ones(3, 5, 64), "q must be of a multiple of 2 heads, got 5"),
         ("staging", None, "staging and block_slot must be given together, got block_slot alone"),
+        (
+            "block_slot",
+            torch.full((5,), -1, dtype=torch.int32),
+            "block_slot must be of at least 6 blocks, got 5",
+        ),
         (
             "cu_query_lens",
             None,

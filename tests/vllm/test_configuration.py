@@ -1,0 +1,337 @@
+"""What the engine knows of the plugin: dtypes, backend, spec, sizes and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args
+
+import engine
+import pytest
+import torch
+import vllm
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.selector import _cached_get_attn_backend, get_attn_backend
+
+from kvarn import Format
+from kvarn.integrations import vllm as plugin
+from kvarn.integrations.vllm import _versions, backend, pool
+from kvarn.integrations.vllm.metadata import KVarNMetadataBuilder
+from kvarn.integrations.vllm.options import Options
+from kvarn.integrations.vllm.rows import RequestRows
+from kvarn.integrations.vllm.spec import KVarNSpec
+
+PRESETS = Format.presets()
+K4V2 = "kvarn_k4v2_g64"
+
+
+# The dtypes ---------------------------------------------------------------------------------------
+
+
+def test_entry_point():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    group = re.search(r'^\[project.entry-points."vllm.general_plugins"\]\n(.*)$', text, re.M)
+    assert group and group[1] == 'kvarn = "kvarn.integrations.vllm:register"'
+    assert callable(plugin.register)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_a_cache_dtype(model, name):
+    config = engine.engine_config(model, name)
+    assert config.cache_config.cache_dtype == name
+    assert STR_DTYPE_TO_TORCH_DTYPE[name] == torch.uint8
+    engine.Engine(config, num_blocks=20)
+    assert config.cache_config.block_size == Format(name, 64).group
+
+
+def test_other_names_are_refused(model):
+    with pytest.raises(ValueError, match="kvarn_k5v5_g128"):
+        engine.engine_config(model, "kvarn_k5v5_g128")
+
+
+def test_registering_again_changes_nothing():
+    import vllm.config.cache as config
+
+    before = get_args(config.CacheDType)
+    plugin.register()
+    assert get_args(config.CacheDType) == before
+    assert [before.count(name) for name in PRESETS] == [1] * len(PRESETS)
+    assert "fp8" in before and "auto" in before
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_command_line(name):
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    args = parser.parse_args(["--model", "m", "--kv-cache-dtype", name])
+    assert args.kv_cache_dtype == name
+
+
+def test_command_line_refuses_other_names(capsys):
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--model", "m", "--kv-cache-dtype", "kvarn_k5v5_g128"])
+    assert PRESETS[0] in capsys.readouterr().err
+
+
+@pytest.fixture
+def patched(monkeypatch):
+    """Patches that are only counted, in a process that has not registered yet."""
+    calls = []
+    monkeypatch.setattr(_versions, "_registered", False)
+    monkeypatch.setattr(_versions, "_PATCHES_0_24", (lambda: calls.append(1),))
+    return calls
+
+
+def test_other_versions_are_left_alone(patched, monkeypatch, caplog):
+    monkeypatch.setattr(vllm, "__version__", "0.23.1")
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    plugin.register()
+    assert not patched
+    assert "kvarn supports vLLM 0.24, this is 0.23.1" in caplog.text
+
+
+def test_other_platforms_are_left_alone(patched, monkeypatch):
+    monkeypatch.setattr(current_platform, "is_cuda", lambda: False)
+    plugin.register()
+    assert not patched
+
+
+def test_this_version_is_patched_once(patched):
+    plugin.register()
+    plugin.register()
+    assert len(patched) == 1
+
+
+# The backend --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_dtype_alone_selects_the_backend(model, name):
+    with set_current_vllm_config(engine.engine_config(model, name)):
+        found = get_attn_backend(64, torch.float16, name, num_heads=4)
+    assert issubclass(found, backend.KVarNBackend)
+    assert found.get_supported_kernel_block_sizes() == [Format(name, 64).group]
+    assert found.get_name() == "CUSTOM" and found.get_impl_cls() is backend.KVarNImpl
+    assert found.get_builder_cls() is KVarNMetadataBuilder
+
+
+@pytest.mark.parametrize("name", ["auto", "fp8"])
+def test_other_dtypes_have_their_backends(model, name):
+    with set_current_vllm_config(engine.engine_config(model, name)):
+        found = get_attn_backend(64, torch.float16, name, num_heads=4)
+    assert not issubclass(found, backend.KVarNBackend)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", [K4V2, "kvarn_k4v4_g128"])
+def test_spec_and_shapes(model_of, name, head_dim):
+    config = engine.engine_config(model_of(head_dim), name)
+    small = engine.Engine(config, num_blocks=20)
+    fmt = Format(name, head_dim)
+    (spec,) = small.specs.values()
+    assert isinstance(spec, KVarNSpec)
+    assert spec.block_size == fmt.group and spec.dtype == torch.uint8
+    assert spec.page_size_bytes == 2 * fmt.record_bytes  # two KV heads
+    assert spec.copy_with_new_block_size(4 * fmt.group).page_size_bytes == 8 * fmt.record_bytes
+    merged = KVarNSpec.merge([spec, dataclasses.replace(spec)])
+    assert merged == spec and merged.format_name == name
+    assert small.layer.kv_cache.shape == (20, 2, fmt.record_bytes)
+    assert small.layer.kv_cache.dtype == torch.uint8
+    staging = small.layer.impl.staging
+    assert staging.shape == (4 * 2, 2, 2, fmt.group, head_dim)  # four sequences, two pages each
+    assert staging.dtype == torch.float16
+
+
+def test_blocks_of_other_sizes_are_refused():
+    with pytest.raises(ValueError, match="a block must have 64 tokens, got 128"):
+        backend.KVarNBackendG64.get_kv_cache_shape(10, 128, 2, 64, K4V2)
+
+
+# The pool -----------------------------------------------------------------------------------------
+
+
+def test_options(model):
+    def of(options):
+        return Options.of(engine.engine_config(model, additional_config={"kvarn": options}))
+
+    assert of({}) == Options(1, 0) and of({}).pages == 2
+    assert of({"recent_blocks": 2, "sink_blocks": 0}) == Options(0, 2)
+    assert Options.of(engine.engine_config(model)) == Options()
+    with pytest.raises(ValueError, match="sink_blocks and recent_blocks, got"):
+        of({"window": 1})
+    with pytest.raises(ValueError, match="recent_blocks"):
+        of({"recent_blocks": -1})
+    with pytest.raises(ValueError, match="sink_blocks"):
+        of({"sink_blocks": True})
+
+
+def test_pages_are_sinks_and_a_ring():
+    options = Options(sink_blocks=2, recent_blocks=1)
+    tiles = torch.arange(8).numpy()
+    pages = pool.page_of_tile(tiles, options)
+    assert pages[:2].tolist() == [0, 1] and set(pages[2:].tolist()) == {2, 3}
+    # The tile that is filled and the newest full one never share a page.
+    assert all(a != b for a, b in zip(pages[2:-1], pages[3:], strict=True))
+
+
+def test_pool_too_large_is_refused_with_the_numbers(model, monkeypatch):
+    monkeypatch.setattr(type(current_platform), "get_device_total_memory", lambda *_: 2**19)
+    with pytest.raises(ValueError, match=r"max_num_seqs=4 needs .* set max_num_seqs to \d+ or"):
+        engine.Engine(engine.engine_config(model, gpu_memory_utilization=0.5), num_blocks=20)
+
+
+def test_the_number_that_is_named_fits():
+    with pytest.raises(ValueError) as error:
+        pool.check_size(256, 10 * 2**20, 2**30)
+    assert str(error.value) == (
+        "kvarn.integrations.vllm: max_num_seqs=256 needs staging pools of 2.5 GiB (10.0 MiB a"
+        " sequence), at most 0.5 GiB are allowed: set max_num_seqs to 51 or less"
+    )
+    pool.check_size(51, 10 * 2**20, 2**30)
+    with pytest.raises(ValueError, match="max_num_seqs=52"):
+        pool.check_size(52, 10 * 2**20, 2**30)
+
+
+def test_size_of_the_pool_is_logged(model, monkeypatch):
+    lines = []
+    monkeypatch.setattr(_versions, "_log_once", lines.append)
+    engine.Engine(engine.engine_config(model), num_blocks=20)
+    assert lines == [
+        "kvarn staging pools: 0.00 GiB, for max_num_seqs=4 sequences of 2 blocks in 16 bits each"
+    ]
+
+
+def test_virtual_blocks_follow_the_real_ones():
+    slots = pool.block_slot(3, 4, torch.device("cpu"))
+    assert slots.tolist() == [-1, -1, -1, 0, 1, 2, 3] and slots.dtype == torch.int32
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+
+def with_changes(config, **changes):
+    """A stand-in of an engine's configuration: what `unsupported` reads of it, with changes."""
+    given = {
+        "speculative_config": None,
+        "kv_transfer_config": None,
+        "use_v2_model_runner": True,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "kv_offloading_size": None,
+        "kv_cache_dtype_skip_layers": [],
+    } | changes
+    everything = SimpleNamespace(**given)
+    everything.parallel_config = everything.cache_config = everything
+    return everything
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"decode_context_parallel_size": 2}, "context parallelism"),
+        ({"prefill_context_parallel_size": 2}, "context parallelism"),
+        ({"kv_transfer_config": object()}, "KV connectors"),
+        ({"kv_offloading_size": 1.0}, "offloading"),
+        ({"kv_cache_dtype_skip_layers": ["0"]}, "kv_cache_dtype_skip_layers"),
+        ({"use_v2_model_runner": False}, "VLLM_USE_V2_MODEL_RUNNER=1"),
+    ],
+)
+def test_configurations_that_are_refused(changes, words):
+    (reason,) = backend.unsupported(with_changes(None, **changes))
+    assert words in reason
+    assert backend.unsupported(with_changes(None)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"head_size": 80}, "head_size"),
+        ({"dtype": torch.float32}, "dtype"),
+        ({"use_mla": True}, "MLA"),
+        ({"has_sink": True}, "sinks"),
+        ({"use_sparse": True}, "sparse"),
+        ({"use_kv_connector": True}, "KV connector"),
+        ({"use_non_causal": True}, "non-causal"),
+        ({"block_size": 32}, "block_size"),
+        ({"kv_cache_dtype": "kvarn_k4v2_g128"}, "kv_cache_dtype"),  # of the other backend
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "attention type"),
+    ],
+)
+def test_layers_that_are_refused(changes, words):
+    given = {
+        "head_size": 64,
+        "dtype": torch.float16,
+        "kv_cache_dtype": K4V2,
+        "block_size": None,
+        "use_mla": False,
+        "has_sink": False,
+        "use_sparse": False,
+        "use_mm_prefix": False,
+        "use_per_head_quant_scales": False,
+        "device_capability": current_platform.get_device_capability(),
+        "attn_type": AttentionType.DECODER,
+    }
+    assert backend.KVarNBackendG64.validate_configuration(**given) == []
+    reasons = backend.KVarNBackendG64.validate_configuration(**given | changes)
+    assert any(words in reason for reason in reasons), reasons
+
+
+def test_a_refusal_reaches_the_user(model):
+    config = engine.engine_config(model, kv_cache_dtype_skip_layers=["0"])
+    _cached_get_attn_backend.cache_clear()  # the engine asks once in a process
+    with set_current_vllm_config(config), pytest.raises(ValueError, match="pages of two sizes"):
+        get_attn_backend(64, torch.float16, K4V2, num_heads=4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"alibi_slopes": [1.0]},
+        {"kv_sharing_target_layer_name": "other"},
+        {"sinks": torch.zeros(4)},
+        {"attn_type": AttentionType.ENCODER},
+    ],
+)
+def test_layers_that_cannot_be_made(model, options):
+    with (
+        set_current_vllm_config(engine.engine_config(model)),
+        pytest.raises(NotImplementedError, match=r"^kvarn\.integrations\.vllm: "),
+    ):
+        backend.KVarNImpl(4, 64, 0.125, 2, kv_cache_dtype=K4V2, **options)
+
+
+def test_a_request_within_a_block_is_refused():
+    rows = RequestRows(4)
+    rows.add(1, 128, 64)
+    assert rows.first_token.tolist() == [0, 128, 0, 0]
+    with pytest.raises(RuntimeError, match="a multiple of 64 tokens, got 130"):
+        rows.add(1, 130, 64)
+
+
+def test_a_step_of_unknown_requests_is_refused(model):
+    small = engine.Engine(engine.engine_config(model), num_blocks=20)
+    builder = small.groups[0][0].get_metadata_builder()
+    step = SimpleNamespace(
+        causal=True, num_reqs=1, num_actual_tokens=1, block_table_tensor=small.table
+    )
+    with pytest.raises(RuntimeError, match="which requests are in the step"):
+        builder.build(0, step)
+    step.causal = False
+    with pytest.raises(ValueError, match="must be causal"):
+        builder.build(0, step)
+
+
+def test_the_rows_of_a_step_are_forgotten_after_it(model):
+    small = engine.Engine(engine.engine_config(model), num_blocks=20)
+    small.add("a", [1] * 10, 2)
+    small.run()
+    assert _versions.request_rows(None) is None
