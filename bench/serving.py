@@ -425,7 +425,11 @@ def _most(allocate: Callable[[int], object], bound: int) -> int:
         try:
             allocate(middle)
             low = middle
-        except torch.OutOfMemoryError:
+        except (
+            RuntimeError
+        ) as error:  # torch's own OutOfMemoryError is one; the driver may be first
+            if "out of memory" not in str(error):
+                raise
             high = middle
         torch.cuda.empty_cache()
     return low

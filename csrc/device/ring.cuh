@@ -27,7 +27,8 @@ __device__ __forceinline__ void barrier_init_fence() {
 #endif
 }
 
-/// Orders what was stored in shared memory before later copies by the copy engine to the same place.
+/// Orders what was stored in shared memory before later copies of the copy engine to the same
+/// place.
 __device__ __forceinline__ void fence_before_copies() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
