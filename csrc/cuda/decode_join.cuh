@@ -168,12 +168,12 @@ __device__ __forceinline__ void join_units(const DecodeParams& p, const DecodePl
 }
 
 /// Without: all that the teams of a block, and the blocks, have of the same items. last_pieces: of
-/// the block's warps, in shared memory.
+/// the block's warps, in shared memory. kPieces: of plan.warp_pieces, a block's.
 ///
 /// Border b is that before team b. A run of borders that cut the same item makes one piece of it.
 /// If the item begins and ends in this block that is all of it, and a warp writes it. If not, all
 /// warps together make the piece, for the block where the item ends, which adds up all of them.
-template <int kDim, int kBlocks>
+template <int kWarps, int kPieces, int kDim, int kBlocks>
 __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodePlan& plan,
                                             DecodeShared& shared, int teams,
                                             const float4* last_pieces, int lane) {
@@ -210,8 +210,7 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
     const int from = first_team(b);
     return Pieces{last_pieces + from * parts * kStateVectors, parts * kStateVectors,
                   b - from + (b < teams ? 1 : 0),
-                  plan.warp_pieces +
-                      (static_cast<int64_t>(blockIdx.x) * kDecodeWarps + b * parts) * kStateVectors,
+                  plan.warp_pieces + (int64_t{blockIdx.x} * kPieces + b * parts) * kStateVectors,
                   b - from};
   };
   const auto part_of = [&](Pieces pieces, int part) {
@@ -230,7 +229,7 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
     if (which == kFront ? !front_ends && !one_item : !back_is_cut || one_item) continue;
     const Pieces pieces = pieces_of(which == kFront && front_ends ? front_run : teams);
 #pragma unroll 1
-    for (int i = warp; i < parts * kColumns; i += kDecodeWarps) {
+    for (int i = warp; i < parts * kColumns; i += kWarps) {
       const int part = i / kColumns;
       const int column = i % kColumns;
       const JoinedColumn joined =
@@ -248,17 +247,16 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
     raise_flag(plan, plan.flags + int64_t{blockIdx.x} * 2 + (one_item ? kFront : kBack));
   }
 
-  for (int task = 0; runs != 0; runs &= runs - 1) {
+  for (; runs != 0; runs &= runs - 1) {
     const int b = __ffs(runs) - 1;
+    const Pieces pieces = pieces_of(b);
 #pragma unroll 1
-    for (int part = 0; part < parts; ++part, ++task) {
-      if (task % kDecodeWarps != warp) continue;
-      const Pieces pieces = part_of(pieces_of(b), part);
-      State state;
-      state.clear();
-#pragma unroll 1
-      for (int k = 0; k < pieces.count; ++k) state.merge(pieces[k], lane);
-      write_rows(p, plan, rows_of(shared.share[b].first, part), lane, state);
+    for (int i = warp; i < parts * kColumns; i += kWarps) {
+      const int part = i / kColumns;
+      const int column = i % kColumns;
+      write_column<kDim, kBlocks>(
+          p, plan, rows_of(shared.share[b].first, part), column,
+          join_column<4, kDim, kBlocks>(part_of(pieces, part), column, lane), lane);
     }
   }
 
@@ -274,7 +272,7 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
   const Pieces pieces{block_piece(from, kFront), 2 * parts * kStateVectors, count,
                       block_piece(from, kBack), 0};
 #pragma unroll 1
-  for (int i = warp; i < parts * kColumns; i += kDecodeWarps) {
+  for (int i = warp; i < parts * kColumns; i += kWarps) {
     const int part = i / kColumns;
     const int column = i % kColumns;
     write_column<kDim, kBlocks>(

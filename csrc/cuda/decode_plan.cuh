@@ -22,6 +22,7 @@ namespace kvarn::cuda {
 
 inline constexpr int kDecodeWarps = 8;
 inline constexpr int kDecodeThreads = kDecodeWarps * kWarpLanes;
+inline constexpr int kMostWarps = 12;   ///< of a block, with warpgroups
 inline constexpr int kMaxSplits = 128;  ///< of an item: longer sequences have longer splits
 inline constexpr int kDecodeStaticBytes = 10240;  ///< room for DecodeShared
 inline constexpr int kMaxStages = 32;             ///< of all rings of a block
@@ -44,6 +45,13 @@ constexpr KVARN_HD int decode_stage_bytes(const Format& format) {
   const int record = record_layout(format).bytes;
   return record > staged ? record : staged;
 }
+
+/// The shape of decode_group_kernel.cuh, for so many blocks of 8 rows (4 or 8): teams of a block,
+/// as many as the registers allow; stages of their rings; log2 of the rows of a row block.
+inline constexpr int kGroupRoom = 227 << 10;  ///< shared memory of a block of sm_90
+constexpr KVARN_HD int group_teams(int row_blocks) { return row_blocks == 4 ? 3 : 2; }
+constexpr KVARN_HD int group_stages(int) { return 3; }
+constexpr KVARN_HD int group_rows_shift(int row_blocks) { return row_blocks == 4 ? 5 : 6; }
 
 /// What the host adds to the params.
 struct DecodePlan {
@@ -69,7 +77,7 @@ struct DecodePlan {
   uint64_t launch;      ///< a number that no flag has by chance
   uint64_t* flags;      ///< of pieces: [grid][2]; with splits: [units][row_parts]
   float4* pieces;       ///< of blocks: [grid][2][row_parts]; with splits: [units][row_parts]
-  float4* warp_pieces;  ///< [grid][warps]
+  float4* warp_pieces;  ///< [grid][warps]; of warpgroups: [grid][teams]
 };
 
 /// The case of most decode steps: one query token a sequence, a warp for its rows, 32-bit indices
@@ -211,6 +219,12 @@ struct Division {
   }
 };
 
+/// Teams of the block that have a share. (From memory each time: no register holds it meanwhile.)
+__device__ __forceinline__ int teams_of_block(const volatile Division& d) {
+  const int left = static_cast<int>(d.shares - blockIdx.x * static_cast<unsigned>(d.teams));
+  return uniform(max(min(left, d.teams), 0));
+}
+
 /// Units of the sequences before those of each thread.
 struct SequenceScan {
   int64_t before[kDecodeThreads];
@@ -226,13 +240,15 @@ __device__ __forceinline__ int64_t inclusive_scan(int64_t x, int lane) {
   return x;
 }
 
-/// All threads of a block; sequences [i * chunk, (i + 1) * chunk) are thread i's.
+/// All threads of a block; sequences [i * chunk, (i + 1) * chunk) are thread i's, of the first
+/// kDecodeThreads.
 __device__ __forceinline__ void divide(const DecodeParams& p, const DecodePlan& plan, int chunk,
                                        SequenceScan& scan, Division& division) {
   const int warp = threadIdx.x / kWarpLanes;
   const int lane = threadIdx.x % kWarpLanes;
+  const bool takes_part = warp < kDecodeWarps;
   const int64_t first = static_cast<int64_t>(threadIdx.x) * chunk;
-  const int64_t end = min(first + chunk, p.kv.seqs);
+  const int64_t end = takes_part ? min(first + chunk, p.kv.seqs) : 0;
   const SequenceWork front = sequence_work(p, plan, 0);
   bool equal = true;
   int64_t mine = 0;
@@ -242,14 +258,14 @@ __device__ __forceinline__ void divide(const DecodeParams& p, const DecodePlan& 
     equal = equal && w.units == front.units && w.row_blocks == front.row_blocks;
   }
   const int64_t upto = inclusive_scan(mine, lane);
-  if (lane == kWarpLanes - 1) scan.warp_total[warp] = upto;
+  if (takes_part && lane == kWarpLanes - 1) scan.warp_total[warp] = upto;
   equal = __syncthreads_and(equal);
   int64_t before = upto - mine;
 #pragma unroll
   for (int w = 0; w < kDecodeWarps; ++w) {
     if (w < warp) before += scan.warp_total[w];
   }
-  scan.before[threadIdx.x] = before;
+  if (takes_part) scan.before[threadIdx.x] = before;
   if (threadIdx.x == 0) {
     Division d;
     d.units = 0;
