@@ -294,7 +294,7 @@ def measured_rates(folder: Path) -> dict[str, Rate]:
     """Share and fixed time of each format, from the recorded runs in a folder; empty where there
     are none.
 
-    Of 16 and 8 bits the fastest peer counts; where the run had none, those of an earlier run. A
+    Of 16 and 8 bits the fastest peer counts; where no line fits, those of an earlier run. A
     preset that was not measured itself is given the rate of the default preset.
 
     Args:
@@ -364,7 +364,9 @@ def is_fitted(row: dict[str, Any]) -> bool:
 
 def fit(points: Sequence[tuple[float, float]], gpu: Gpu, source: str) -> Rate | None:
     """The line ``us = fixed + slope * bytes`` with the least squares of ``(line - us) / us``, fixed
-    not below 0; None for fewer than three different sizes or a slope that is not positive."""
+    not below 0; None for fewer than three different sizes, or a slope that is not positive or
+    beyond the bandwidth: then the times are not those of one way to read (a peer that leaves most
+    of the GPU idle at small batch, for example)."""
     if len({num_bytes for num_bytes, _ in points}) < 3:
         return None
     # Normal equations of rows (1/us, bytes/us) and right sides 1.
@@ -377,7 +379,7 @@ def fit(points: Sequence[tuple[float, float]], gpu: Gpu, source: str) -> Rate | 
     slope = (a * e - b * d) / (a * c - b * b)
     if fixed < 0:
         fixed, slope = 0.0, e / c
-    if slope <= 0:
+    if slope * gpu.bandwidth < 1e6:
         return None
     return Rate(1e6 / (slope * gpu.bandwidth), fixed, source, measured=True)
 

@@ -183,14 +183,17 @@ def test_fit_has_no_negative_time():
 def test_too_little_to_fit():
     assert scaling.fit([(10**6, 1.0), (10**6, 2.0), (10**7, 10.0)], ROUND, "") is None
     assert scaling.fit([(10**6, 9.0), (10**7, 6.0), (10**8, 3.0)], ROUND, "") is None
+    # A long call at small batch that uses little of the GPU: the line would beat the memory.
+    beyond = [(10**6, 90.0), (10**7, 100.0), (10**8, 10**8 / ROUND.bandwidth * 1e6)]
+    assert scaling.fit(beyond, ROUND, "") is None
 
 
-def results(folder, **changes):
+def results(folder, speed=4.8e6, **changes):
     """Four plain decode steps: ours at 0.8 of an H200's bandwidth, fp16 peers at .9 and .6."""
 
     def row(size, **more):
         case = {"batch": 1, "context": size, "group_size": 4, "head_dim": 128, "query_tokens": 1}
-        us = size / 4.8e6
+        us = size / speed
         return {
             "format": NAME, "case": case | more, "bytes": size, "bytes_16bit": 4 * size,
             "time_us": 3 + us / 0.8,
@@ -239,8 +242,8 @@ def test_peers_of_an_earlier_run_stand_in(tmp_path):
 
 
 def test_rates_of_another_device(tmp_path):
-    a100 = scaling.measured_rates(results(tmp_path, gpu="NVIDIA A100-SXM4-80GB"))
-    assert a100[NAME].share == pytest.approx(0.8 * 4.8 / 2.039)
+    h100 = scaling.measured_rates(results(tmp_path, gpu="NVIDIA H100 80GB HBM3", speed=2.4e6))
+    assert h100[NAME].share == pytest.approx(0.8 * 2.4 / 3.35)
     with pytest.raises(ValueError, match="must be of a100, h100, h200, got those of some CPU"):
         scaling.measured_rates(results(tmp_path, gpu=None, cpu="some CPU"))
 
