@@ -66,3 +66,19 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
     )
     with pytest.raises(WrongError, match="attention is wrong by 1"):
         serving.attention(setup, 0)
+
+
+def test_largest_batch_is_searched_by_allocating():
+    """Torch or the driver says that there is no memory; anything else is no answer."""
+
+    def allocate(error, limit):
+        def attempt(batch):
+            if batch > limit:
+                raise error
+
+        return attempt
+
+    for error in (torch.OutOfMemoryError("x: out of memory"), RuntimeError("CUDA: out of memory")):
+        assert [serving._most(allocate(error, n), 100) for n in (0, 1, 36, 99)] == [0, 1, 36, 99]
+    with pytest.raises(RuntimeError, match="illegal"):
+        serving._most(allocate(RuntimeError("illegal address"), 36), 100)

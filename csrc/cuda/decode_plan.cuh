@@ -137,7 +137,7 @@ __device__ __forceinline__ SequenceWork sequence_work(const DecodeParams& p, con
   w.end_tile = (w.length + group - 1) >> plan.group_shift;
   w.unit_tiles = 1;
   w.units = w.end_tile - w.first_tile;
-  // The open tile is staged, and takes the time of several records.
+  // Where there is a pool the open tile is in it, and takes the time of several records.
   const auto open_tokens = static_cast<unsigned>(w.length & (group - 1));
   if (w.units > 0 && open_tokens != 0) {
     w.units += max(static_cast<int>((open_tokens * plan.staged_units + (1u << 15)) >> 16) - 1, 0);

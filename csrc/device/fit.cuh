@@ -100,6 +100,19 @@ __device__ __forceinline__ float limited_col_scale(float scale) {
   return scale == 0.f ? 1.f : clip(scale, 0x1p-12f, 0x1p14f);
 }
 
+/// A lane's numbers of a row, by the column scales, less the row's mean.
+template <class Shape>
+__device__ __forceinline__ void load_centred(const TileMemory<Shape>& memory,
+                                             const Strip<Shape>& at,
+                                             const StripPlaces<Shape>& places, int step, float mean,
+                                             float (&x)[kStrip]) {
+  float inverse_of[kStrip];
+  load_cols(memory.inverse, at, inverse_of);
+  load_strip(memory.tile, places, step, x);
+#pragma unroll
+  for (int j = 0; j < kStrip; ++j) x[j] = fmaf(x[j], inverse_of[j], -mean);
+}
+
 /// Row number `step` of a lane, of x / column scale, less `about`, which is one of its numbers:
 /// that of the last column, whose first one of the lane is at `last`.
 template <class Shape>
@@ -434,13 +447,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
       Affine fit = memory.fit[row];
       fit.offset += before - mean;
       float x[kStrip];
-      {
-        float inverse_of[kStrip];
-        load_cols(memory.inverse, at, inverse_of);
-        load_strip(memory.tile, places, step, x);
-#pragma unroll
-        for (int j = 0; j < kStrip; ++j) x[j] = fmaf(x[j], inverse_of[j], -mean);
-      }
+      load_centred(memory, at, places, step, mean, x);
       float q[kStrip];
       float of_row[5];
       take_codes<Shape, true, true>(x, w, coding_of(fit, levels), levels, from, q, of_row);
@@ -510,13 +517,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
     Coding coding = coding_of(fit, levels);
     float shifted = fit.scale >= kSmallest ? 1.f : 0.f;
     float x[kStrip];
-    {
-      float inverse_of[kStrip];
-      load_cols(memory.inverse, at, inverse_of);
-      load_strip(memory.tile, places, step, x);
-#pragma unroll
-      for (int j = 0; j < kStrip; ++j) x[j] = fmaf(x[j], inverse_of[j], -mean);
-    }
+    load_centred(memory, at, places, step, mean, x);
     float q[kStrip];
     float of_row[2];
     row_sums<Shape>(
