@@ -99,17 +99,24 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       device::barrier_init(&shared.full[i], device::RingCopy::kArrivals);
       if (plan.row_parts > 1) {
         device::barrier_init(&shared.told[i], 1);
-        device::barrier_init(&shared.empty[i], plan.row_parts);
+        device::barrier_init(&shared.empty[i], plan.row_parts * kWarpLanes);
       }
     }
     device::barrier_init_fence();
   }
   device::wait_for_previous();
   ask_for_inputs(p);
-  const int chunk = static_cast<int>((p.kv.seqs + kDecodeThreads - 1) / kDecodeThreads);
-  divide(p, plan, chunk, shared.scan, shared.division);
+  const SequenceChunks chunks(p.kv.seqs);
+  const auto division = [&]() -> Division& { return shared.division[own_warp()]; };
+  {
+    const Division d = divide(p, plan, chunks, shared.scan);
+    Division& own = division();
+    if (lane == 0) own = d;
+    __syncwarp();
+  }
+  if (plan.row_parts > 1 && chunks.of_warp) __syncthreads();  // the barriers are there
   TileWorker<F, kBlocks> worker{p, plan, lane};
-  if (team < teams_of_block(shared.division)) {
+  if (team < teams_of_block(division())) {
     uint8_t* const ring = rings + team * plan.stages * stage_bytes;
     Feeder feeder(p, plan, shared, ring, stage_bytes, F::layout(plan).bytes, team, lane);
     const auto piece = [&]() -> StagePiece& { return shared.current[own_warp()]; };
@@ -122,7 +129,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     bool has_words = kQueryAhead;
     {
       Cursor cursor;
-      cursor.start(p, plan, shared.division, shared.scan, chunk, shared.division.share_of(team));
+      cursor.start(p, plan, division(), chunks, shared.scan, division().share_of(team));
       if (kQueryAhead) {
         words.load(p, plan,
                    RowPlace(p, plan, cursor.seq, cursor.head, cursor.row_block, part,
@@ -176,7 +183,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
         }
         // At the begin (later, now and then, it is the same).
         if (threadIdx.x == 0 && turn == 0 && (tile.flags & kFirstTile)) {
-          shared.front_block = shared.division.block_of(shared.share[0].first.start);
+          shared.front_block = shared.division[0].block_of(shared.share[0].first.start);
         }
         if (kRuns && p.logits_soft_cap == 0.f) {
           run = uniform(feeder.run_length(worker.rows.seen.all));
@@ -207,7 +214,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
         feeder.replace();
         --run;
       } else {
-        if (plan.row_parts > 1 && lane == 0) device::barrier_arrive(&shared.empty[at]);
+        if (plan.row_parts > 1) device::barrier_arrive(&shared.empty[at]);
         if (part == 0) feeder.use_up();
       }
       if (++turn == 2 * plan.stages) turn = 0;
@@ -231,12 +238,12 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       if (tile.flags & kEnd) break;
     }
   }
-  const int teams = teams_of_block(shared.division);
+  const int teams = teams_of_block(division());
   if (teams == 0) return;
   if (plan.split_tiles > 0) {
     if (team >= teams) return;
     Cursor cursor;
-    cursor.start(p, plan, shared.division, shared.scan, chunk, shared.division.share_of(team));
+    cursor.start(p, plan, division(), chunks, shared.scan, division().share_of(team));
     join_units<kDim, kBlocks>(p, plan, cursor, part, lane);
     return;
   }

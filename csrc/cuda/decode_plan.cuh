@@ -61,6 +61,7 @@ struct DecodePlan {
   int window;                ///< window_left; -1: none
   int split_tiles;           ///< 0: units are tiles
   unsigned staged_units;     ///< 2^16 units a token of an open tile; 0: each tile is one unit
+  int item_units;            ///< what an item's begin and end count, in a ragged batch
   bool records_aligned;
   bool staging_aligned;
   bool q_aligned;
@@ -124,8 +125,9 @@ __device__ __forceinline__ int query_begin(const DecodeParams& p, int64_t seq) {
   return static_cast<int>(p.cu_query_lens.data != nullptr ? p.cu_query_lens[seq] : seq);
 }
 
+/// more: units that an item counts beyond its tiles.
 __device__ __forceinline__ SequenceWork sequence_work(const DecodeParams& p, const DecodePlan& plan,
-                                                      int64_t seq) {
+                                                      int64_t seq, int more) {
   SequenceWork w;
   const int64_t length = p.kv.seq_lens[seq];
   w.length = static_cast<int>(length < 0 ? 0 : length > p.max_seq_len ? p.max_seq_len : length);
@@ -147,7 +149,7 @@ __device__ __forceinline__ SequenceWork sequence_work(const DecodeParams& p, con
     w.unit_tiles = plan.split_tiles * max((splits + kMaxSplits - 1) / kMaxSplits, 1);
     w.units = (w.end_tile + w.unit_tiles - 1) / w.unit_tiles - w.first_tile / w.unit_tiles;
   }
-  w.units = max(w.units, 1);
+  w.units = max(w.units, 1) + more;
   const int rows = 1 << plan.rows_shift;
   w.row_blocks = (w.queries * plan.heads_per_kv + rows - 1) >> plan.rows_shift;
   return w;
@@ -189,6 +191,7 @@ struct Division {
   unsigned shares;
   int teams;  ///< of a block that have a share (those of the last one with shares may be fewer)
   uint64_t inverse;  ///< 2^64 / shares, rounded up; 0: a share is a unit
+  int item_units;    ///< of plan, or 0
 
   /// Of a team of the block.
   __device__ __forceinline__ unsigned share_of(int team) const {
@@ -211,10 +214,23 @@ struct Division {
   }
 };
 
-/// Units of the sequences before those of each thread.
 struct SequenceScan {
-  int64_t before[kDecodeThreads];
-  int64_t warp_total[kDecodeWarps];
+  int64_t before[kDecodeThreads];  ///< units of the sequences before those of each thread
+  int64_t of_warp[kDecodeWarps];
+};
+
+/// Up to so many sequences each warp looks at all of them, a few a lane, and needs no barrier.
+inline constexpr int kSequencesOfWarp = 4 * kWarpLanes;
+
+/// Who looks at which sequences: rank i at [i * chunk, (i + 1) * chunk).
+struct SequenceChunks {
+  bool of_warp;
+  int chunk;
+
+  __device__ __forceinline__ explicit SequenceChunks(int64_t seqs)
+      : of_warp(seqs <= kSequencesOfWarp),
+        chunk(static_cast<int>(of_warp ? (seqs + kWarpLanes - 1) / kWarpLanes
+                                       : (seqs + kDecodeThreads - 1) / kDecodeThreads)) {}
 };
 
 __device__ __forceinline__ int64_t inclusive_scan(int64_t x, int lane) {
@@ -226,51 +242,69 @@ __device__ __forceinline__ int64_t inclusive_scan(int64_t x, int lane) {
   return x;
 }
 
-/// All threads of a block; sequences [i * chunk, (i + 1) * chunk) are thread i's.
-__device__ __forceinline__ void divide(const DecodeParams& p, const DecodePlan& plan, int chunk,
-                                       SequenceScan& scan, Division& division) {
+/// All threads of a block; all get the division.
+__device__ __forceinline__ Division divide(const DecodeParams& p, const DecodePlan& plan,
+                                           const SequenceChunks& chunks, SequenceScan& scan) {
   const int warp = threadIdx.x / kWarpLanes;
   const int lane = threadIdx.x % kWarpLanes;
-  const int64_t first = static_cast<int64_t>(threadIdx.x) * chunk;
-  const int64_t end = min(first + chunk, p.kv.seqs);
-  const SequenceWork front = sequence_work(p, plan, 0);
+  const int rank = chunks.of_warp ? lane : static_cast<int>(threadIdx.x);
+  const int64_t first = static_cast<int64_t>(rank) * chunks.chunk;
+  const int64_t end = min(first + chunks.chunk, p.kv.seqs);
+  const SequenceWork front = sequence_work(p, plan, 0, 0);
   bool equal = true;
-  int64_t mine = 0;
+  int64_t units = 0;
+  int64_t items = 0;
+#pragma unroll 1
   for (int64_t seq = first; seq < end; ++seq) {
-    const SequenceWork w = sequence_work(p, plan, seq);
-    mine += w.items(p.kv.kv_heads) * w.units;
+    const SequenceWork w = sequence_work(p, plan, seq, 0);
+    units += w.items(p.kv.kv_heads) * w.units;
+    items += w.items(p.kv.kv_heads);
     equal = equal && w.units == front.units && w.row_blocks == front.row_blocks;
   }
-  const int64_t upto = inclusive_scan(mine, lane);
-  if (lane == kWarpLanes - 1) scan.warp_total[warp] = upto;
-  equal = __syncthreads_and(equal);
-  int64_t before = upto - mine;
+  equal = chunks.of_warp ? __all_sync(device::kAllLanes, equal) : __syncthreads_and(equal);
+  const auto scanned = [&](int64_t own, int64_t& all) {
+    const int64_t upto = inclusive_scan(own, lane);
+    int64_t before = upto - own;
+    all = __shfl_sync(device::kAllLanes, upto, kWarpLanes - 1);
+    if (chunks.of_warp) return before;
+    __syncthreads();
+    if (lane == 0) scan.of_warp[warp] = all;
+    __syncthreads();
+    all = 0;
 #pragma unroll
-  for (int w = 0; w < kDecodeWarps; ++w) {
-    if (w < warp) before += scan.warp_total[w];
+    for (int w = 0; w < kDecodeWarps; ++w) {
+      if (w == warp) before += all;
+      all += scan.of_warp[w];
+    }
+    return before;
+  };
+  int64_t all_units;
+  int64_t before = scanned(units, all_units);
+  Division d;
+  d.teams = plan.teams;
+  d.shares = gridDim.x * static_cast<unsigned>(plan.teams);
+  d.inverse = plan.inverse_shares;
+  d.units = all_units;
+  d.item_units = 0;
+  if (!equal && all_units >= d.shares && plan.item_units > 0) {
+    int64_t all_items;
+    before += plan.item_units * scanned(items, all_items);
+    d.units += plan.item_units * all_items;
+    d.item_units = plan.item_units;
+  }
+  if (d.units < d.shares) {
+    // Few units: over as many blocks as possible.
+    d.shares = static_cast<unsigned>(d.units);
+    d.inverse = 0;
+    d.teams = static_cast<int>(max((d.shares + gridDim.x - 1) / gridDim.x, 1u));
+  } else if (equal && plan.aligned_shares > 0) {
+    // Some blocks less, but none waits for another's part of an item.
+    d.shares = plan.aligned_shares;
+    d.inverse = plan.inverse_aligned;
   }
   scan.before[threadIdx.x] = before;
-  if (threadIdx.x == 0) {
-    Division d;
-    d.units = 0;
-#pragma unroll
-    for (int w = 0; w < kDecodeWarps; ++w) d.units += scan.warp_total[w];
-    d.teams = plan.teams;
-    d.shares = gridDim.x * static_cast<unsigned>(plan.teams);
-    d.inverse = plan.inverse_shares;
-    if (d.units < d.shares) {
-      // Few units: over as many blocks as possible.
-      d.shares = static_cast<unsigned>(d.units);
-      d.inverse = 0;
-      d.teams = static_cast<int>(max((d.shares + gridDim.x - 1) / gridDim.x, 1u));
-    } else if (equal && plan.aligned_shares > 0) {
-      // Some blocks less, but none waits for another's part of an item.
-      d.shares = plan.aligned_shares;
-      d.inverse = plan.inverse_aligned;
-    }
-    division = d;
-  }
-  __syncthreads();
+  if (!chunks.of_warp) __syncthreads();
+  return d;
 }
 
 /// Walks through the units of a share, piece after piece: what the share has of an item or, with
@@ -285,22 +319,31 @@ struct Cursor {
   int tile;
   int tile_end;
   int64_t item_start;  ///< number of the item's first unit in the whole batch
+  int item_units;      ///< see Division
   SequenceWork work;
 
   __device__ __forceinline__ void start(const DecodeParams& p, const DecodePlan& plan,
-                                        const Division& d, const SequenceScan& scan, int chunk,
-                                        unsigned share) {
+                                        const Division& d, const SequenceChunks& chunks,
+                                        const SequenceScan& scan, unsigned share) {
     const int64_t begin = d.share_begin(share);
+    item_units = d.item_units;
     left = static_cast<int>(d.share_begin(share + 1) - begin);
-    // The last thread whose sequences begin at or before `begin`.
+    // The last rank whose sequences begin at or before `begin`.
     int owner = 0;
+    int64_t before;
+    if (chunks.of_warp) {
+      before = scan.before[threadIdx.x];
+      owner = 31 - __clz(static_cast<int>(__ballot_sync(device::kAllLanes, before <= begin)));
+      before = __shfl_sync(device::kAllLanes, before, owner);
+    } else {
 #pragma unroll
-    for (int step = kDecodeThreads / 2; step > 0; step /= 2) {
-      if (scan.before[owner + step] <= begin) owner += step;
+      for (int step = kDecodeThreads / 2; step > 0; step /= 2) {
+        if (scan.before[owner + step] <= begin) owner += step;
+      }
+      before = scan.before[owner];
     }
-    int64_t before = scan.before[owner];
-    for (seq = owner * chunk;; ++seq) {
-      work = sequence_work(p, plan, seq);
+    for (seq = owner * chunks.chunk;; ++seq) {
+      work = sequence_work(p, plan, seq, item_units);
       const int64_t units = work.items(p.kv.kv_heads) * work.units;
       if (before + units > begin) break;
       before += units;
@@ -331,7 +374,7 @@ struct Cursor {
         if (++head == p.kv.kv_heads) {
           head = 0;
           do {
-            work = sequence_work(p, plan, ++seq);
+            work = sequence_work(p, plan, ++seq, item_units);
           } while (work.row_blocks == 0);
         }
       }
