@@ -136,7 +136,8 @@ __device__ __forceinline__ void wait_for_flag(const DecodePlan& plan, const uint
 /// do.)
 template <int kDim, int kBlocks>
 __device__ __forceinline__ void join_units(const DecodeParams& p, const DecodePlan& plan,
-                                           Cursor cursor, int part, int lane) {
+                                           const Division& division, Cursor cursor, int part,
+                                           int lane) {
   using State = device::SoftmaxState<kDim, kBlocks>;
   constexpr int kStateVectors = State::kVectors * kWarpLanes;
   constexpr int kAtOnce = kDim < 256 && kBlocks == 1 ? 8 : 4;
@@ -165,7 +166,7 @@ __device__ __forceinline__ void join_units(const DecodeParams& p, const DecodePl
       }
     }
     if (cursor.count == cursor.left) return;
-    cursor.next(p, plan);
+    cursor.next(p, plan, division);
   }
 }
 

@@ -106,17 +106,10 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   }
   device::wait_for_previous();
   ask_for_inputs(p);
-  const SequenceChunks chunks(p.kv.seqs);
-  const auto division = [&]() -> Division& { return shared.division[own_warp()]; };
-  {
-    const Division d = divide(p, plan, chunks, shared.scan);
-    Division& own = division();
-    if (lane == 0) own = d;
-    __syncwarp();
-  }
-  if (plan.row_parts > 1 && chunks.of_warp) __syncthreads();  // the barriers are there
+  const int chunk = static_cast<int>((p.kv.seqs + kDecodeThreads - 1) / kDecodeThreads);
+  divide(p, plan, chunk, shared.scan, shared.division);
   TileWorker<F, kBlocks> worker{p, plan, lane};
-  if (team < teams_of_block(division())) {
+  if (team < teams_of_block(shared.division)) {
     uint8_t* const ring = rings + team * plan.stages * stage_bytes;
     Feeder feeder(p, plan, shared, ring, stage_bytes, F::layout(plan).bytes, team, lane);
     const auto piece = [&]() -> StagePiece& { return shared.current[own_warp()]; };
@@ -129,7 +122,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     bool has_words = kQueryAhead;
     {
       Cursor cursor;
-      cursor.start(p, plan, division(), chunks, shared.scan, division().share_of(team));
+      cursor.start(p, plan, shared.division, shared.scan, chunk, shared.division.share_of(team));
       if (kQueryAhead) {
         words.load(p, plan,
                    RowPlace(p, plan, cursor.seq, cursor.head, cursor.row_block, part,
@@ -183,7 +176,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
         }
         // At the begin (later, now and then, it is the same).
         if (threadIdx.x == 0 && turn == 0 && (tile.flags & kFirstTile)) {
-          shared.front_block = shared.division[0].block_of(shared.share[0].first.start);
+          shared.front_block = shared.division.block_of(shared.share[0].first.start);
         }
         if (kRuns && p.logits_soft_cap == 0.f) {
           run = uniform(feeder.run_length(worker.rows.seen.all));
@@ -238,13 +231,13 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       if (tile.flags & kEnd) break;
     }
   }
-  const int teams = teams_of_block(division());
+  const int teams = teams_of_block(shared.division);
   if (teams == 0) return;
   if (plan.split_tiles > 0) {
     if (team >= teams) return;
     Cursor cursor;
-    cursor.start(p, plan, division(), chunks, shared.scan, division().share_of(team));
-    join_units<kDim, kBlocks>(p, plan, cursor, part, lane);
+    cursor.start(p, plan, shared.division, shared.scan, chunk, shared.division.share_of(team));
+    join_units<kDim, kBlocks>(p, plan, shared.division, cursor, part, lane);
     return;
   }
   __syncthreads();  // the rings are free

@@ -216,21 +216,8 @@ struct Division {
 
 struct SequenceScan {
   int64_t before[kDecodeThreads];  ///< units of the sequences before those of each thread
-  int64_t of_warp[kDecodeWarps];
-};
-
-/// Up to so many sequences each warp looks at all of them, a few a lane, and needs no barrier.
-inline constexpr int kSequencesOfWarp = 4 * kWarpLanes;
-
-/// Who looks at which sequences: rank i at [i * chunk, (i + 1) * chunk).
-struct SequenceChunks {
-  bool of_warp;
-  int chunk;
-
-  __device__ __forceinline__ explicit SequenceChunks(int64_t seqs)
-      : of_warp(seqs <= kSequencesOfWarp),
-        chunk(static_cast<int>(of_warp ? (seqs + kWarpLanes - 1) / kWarpLanes
-                                       : (seqs + kDecodeThreads - 1) / kDecodeThreads)) {}
+  int64_t units_of_warp[kDecodeWarps];
+  int64_t items_of_warp[kDecodeWarps];
 };
 
 __device__ __forceinline__ int64_t inclusive_scan(int64_t x, int lane) {
@@ -242,14 +229,13 @@ __device__ __forceinline__ int64_t inclusive_scan(int64_t x, int lane) {
   return x;
 }
 
-/// All threads of a block; all get the division.
-__device__ __forceinline__ Division divide(const DecodeParams& p, const DecodePlan& plan,
-                                           const SequenceChunks& chunks, SequenceScan& scan) {
+/// All threads of a block; sequences [i * chunk, (i + 1) * chunk) are thread i's.
+__device__ __forceinline__ void divide(const DecodeParams& p, const DecodePlan& plan, int chunk,
+                                       SequenceScan& scan, Division& division) {
   const int warp = threadIdx.x / kWarpLanes;
   const int lane = threadIdx.x % kWarpLanes;
-  const int rank = chunks.of_warp ? lane : static_cast<int>(threadIdx.x);
-  const int64_t first = static_cast<int64_t>(rank) * chunks.chunk;
-  const int64_t end = min(first + chunks.chunk, p.kv.seqs);
+  const int64_t first = static_cast<int64_t>(threadIdx.x) * chunk;
+  const int64_t end = min(first + chunk, p.kv.seqs);
   const SequenceWork front = sequence_work(p, plan, 0, 0);
   bool equal = true;
   int64_t units = 0;
@@ -261,36 +247,31 @@ __device__ __forceinline__ Division divide(const DecodeParams& p, const DecodePl
     items += w.items(p.kv.kv_heads);
     equal = equal && w.units == front.units && w.row_blocks == front.row_blocks;
   }
-  equal = chunks.of_warp ? __all_sync(device::kAllLanes, equal) : __syncthreads_and(equal);
-  const auto scanned = [&](int64_t own, int64_t& all) {
+  equal = __syncthreads_and(equal);
+  const auto scanned = [&](int64_t own, int64_t (&of_warp)[kDecodeWarps], int64_t& all) {
     const int64_t upto = inclusive_scan(own, lane);
+    if (lane == kWarpLanes - 1) of_warp[warp] = upto;
+    __syncthreads();
     int64_t before = upto - own;
-    all = __shfl_sync(device::kAllLanes, upto, kWarpLanes - 1);
-    if (chunks.of_warp) return before;
-    __syncthreads();
-    if (lane == 0) scan.of_warp[warp] = all;
-    __syncthreads();
     all = 0;
 #pragma unroll
     for (int w = 0; w < kDecodeWarps; ++w) {
       if (w == warp) before += all;
-      all += scan.of_warp[w];
+      all += of_warp[w];
     }
     return before;
   };
-  int64_t all_units;
-  int64_t before = scanned(units, all_units);
   Division d;
+  int64_t before = scanned(units, scan.units_of_warp, d.units);
   d.teams = plan.teams;
   d.shares = gridDim.x * static_cast<unsigned>(plan.teams);
   d.inverse = plan.inverse_shares;
-  d.units = all_units;
   d.item_units = 0;
-  if (!equal && all_units >= d.shares && plan.item_units > 0) {
+  if (!equal && d.units >= d.shares && plan.item_units > 0) {
     int64_t all_items;
-    before += plan.item_units * scanned(items, all_items);
-    d.units += plan.item_units * all_items;
     d.item_units = plan.item_units;
+    before += d.item_units * scanned(items, scan.items_of_warp, all_items);
+    d.units += d.item_units * all_items;
   }
   if (d.units < d.shares) {
     // Few units: over as many blocks as possible.
@@ -303,8 +284,8 @@ __device__ __forceinline__ Division divide(const DecodeParams& p, const DecodePl
     d.inverse = plan.inverse_aligned;
   }
   scan.before[threadIdx.x] = before;
-  if (!chunks.of_warp) __syncthreads();
-  return d;
+  if (threadIdx.x == 0) division = d;
+  __syncthreads();
 }
 
 /// Walks through the units of a share, piece after piece: what the share has of an item or, with
@@ -319,31 +300,25 @@ struct Cursor {
   int tile;
   int tile_end;
   int64_t item_start;  ///< number of the item's first unit in the whole batch
-  int item_units;      ///< see Division
   SequenceWork work;
 
   __device__ __forceinline__ void start(const DecodeParams& p, const DecodePlan& plan,
-                                        const Division& d, const SequenceChunks& chunks,
-                                        const SequenceScan& scan, unsigned share) {
+                                        const Division& d, const SequenceScan& scan, int chunk,
+                                        unsigned share) {
     const int64_t begin = d.share_begin(share);
-    item_units = d.item_units;
     left = static_cast<int>(d.share_begin(share + 1) - begin);
-    // The last rank whose sequences begin at or before `begin`.
-    int owner = 0;
-    int64_t before;
-    if (chunks.of_warp) {
-      before = scan.before[threadIdx.x];
-      owner = 31 - __clz(static_cast<int>(__ballot_sync(device::kAllLanes, before <= begin)));
-      before = __shfl_sync(device::kAllLanes, before, owner);
-    } else {
-#pragma unroll
-      for (int step = kDecodeThreads / 2; step > 0; step /= 2) {
-        if (scan.before[owner + step] <= begin) owner += step;
-      }
-      before = scan.before[owner];
-    }
-    for (seq = owner * chunks.chunk;; ++seq) {
-      work = sequence_work(p, plan, seq, item_units);
+    // The last thread whose sequences begin at or before `begin`: first of every eighth, then of
+    // eight.
+    const auto last_of = [&](bool is) {
+      return 31 - __clz(static_cast<int>(__ballot_sync(device::kAllLanes, is)));
+    };
+    constexpr int kStep = kDecodeThreads / kWarpLanes;
+    const int lane = static_cast<int>(threadIdx.x % kWarpLanes);
+    int owner = kStep * last_of(scan.before[kStep * lane] <= begin);
+    owner += last_of(lane < kStep && scan.before[owner + lane] <= begin);
+    int64_t before = scan.before[owner];
+    for (seq = owner * chunk;; ++seq) {
+      work = sequence_work(p, plan, seq, d.item_units);
       const int64_t units = work.items(p.kv.kv_heads) * work.units;
       if (before + units > begin) break;
       before += units;
@@ -363,7 +338,8 @@ struct Cursor {
   }
 
   /// To the next piece; count == left: there is none.
-  __device__ __forceinline__ void next(const DecodeParams& p, const DecodePlan& plan) {
+  __device__ __forceinline__ void next(const DecodeParams& p, const DecodePlan& plan,
+                                       const Division& d) {
     left -= count;
     unit += count;
     if (unit == work.units) {
@@ -374,7 +350,7 @@ struct Cursor {
         if (++head == p.kv.kv_heads) {
           head = 0;
           do {
-            work = sequence_work(p, plan, ++seq, item_units);
+            work = sequence_work(p, plan, ++seq, d.item_units);
           } while (work.row_blocks == 0);
         }
       }

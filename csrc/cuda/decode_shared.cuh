@@ -53,7 +53,7 @@ struct TeamShare {
 
 struct DecodeShared {
   SequenceScan scan;
-  Division division[kDecodeWarps];    ///< of each warp, all the same
+  Division division;
   device::Barrier told[kMaxStages];   ///< tile (and piece) say what the stage will hold
   device::Barrier full[kMaxStages];   ///< it does
   device::Barrier empty[kMaxStages];  ///< all lanes of all warps have read it

@@ -377,7 +377,7 @@ struct TileWorker {
   /// to 8..16, so that its rotation (up to sqrt(D) as large) is below 2^8. Rows of fp16 would lose
   /// bits as bf16: part 1 is the remainder.
   __device__ __forceinline__ void take_query(const QueryWords<kDim, kBlocks>& words, int part) {
-    const bool bfloat16 = p.kv.staging.dtype == DType::kBFloat16;
+    const bool bfloat16 = !rotated && p.kv.staging.dtype == DType::kBFloat16;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       float most = words.largest(p.dtype, b);
@@ -395,7 +395,8 @@ struct TileWorker {
         rows.scale[b][i] = __shfl_sync(device::kAllLanes, scale, from);
         of_row[i] = __shfl_sync(device::kAllLanes, normalizer, from);
       }
-      if (rotated) {
+      constexpr bool kByProduct = kDim < 256;  // beyond, its operands do not fit the registers
+      if (kByProduct && rotated) {
         if (p.dtype == DType::kFloat16) {
           device::rotate_query<false, kDim>(words.w[b], of_row, lane, query.b[b]);
         } else {
@@ -405,9 +406,15 @@ struct TileWorker {
       }
       float v[kDim / 4];
       words.to_float(p.dtype, b, v);
+      float factor = normalizer;
+      if (!kByProduct && rotated) {
+        device::butterfly_registers<1, kDim / 4>(v);
+        device::butterfly_lanes<1, 4>(v, lane);
+        factor *= device::orthonormal_scale(kDim);
+      }
 #pragma unroll
       for (int i = 0; i < kDim / 4; ++i) {
-        v[i] *= normalizer;
+        v[i] *= factor;
         if (part == 1) v[i] -= __bfloat162float(__float2bfloat16_rn(v[i]));
       }
       if (bfloat16) {

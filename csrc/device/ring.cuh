@@ -142,13 +142,14 @@ struct BulkCopy {
 
   __device__ __forceinline__ static void start(uint8_t* shared, const uint8_t* global, int bytes,
                                                Barrier* barrier) {
-    // Read once: what else is in L2, the code of this kernel before all, is worth more.
-    uint64_t policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    // Read once: what else is in L2, the code of this kernel before all, is worth more. The number
+    // is what createpolicy.fractional.L2::evict_first makes for all lines; as a constant it takes
+    // no register.
+    constexpr uint64_t kEvictFirst = 0x12f0000000000000;
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
         " [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
-        "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+        "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(kEvictFirst)
         : "memory");
   }
 };

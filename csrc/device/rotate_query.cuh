@@ -31,25 +31,30 @@ __device__ __forceinline__ void rotate_query(const uint32_t (&words)[kDim / 32][
   const uint32_t turned = __popc(r / 2 & lane % 4) % 2 != 0 ? 0x80008000u : 0u;
   const uint32_t plus = kOnes ^ turned ^ (r % 2 != 0 ? 0x80000000u : 0u);
   const uint32_t minus = plus ^ 0x80008000u;
-  float sums[kTiles][4] = {};
-#pragma unroll
-  for (int step = 0; step < kTiles; ++step) {
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      const bool odd = __popc(step & tile) % 2 != 0;
-      const uint32_t sign = odd ? minus : plus;
-      const uint32_t signs[] = {sign, sign, sign, odd ? plus : minus};
-      const uint32_t* const of = words[step / 2] + step % 2 * 2;
-      mma_m16n8k16<kBFloat16>(sums[tile], signs, of[0], of[1]);
-    }
-  }
   const float scale[] = {factor[0] * orthonormal_scale(kDim), factor[1] * orthonormal_scale(kDim)};
+  constexpr int kAtOnce = 4;  // chains that hide each other's latency; more would take registers
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
+  for (int first = 0; first < kTiles; first += kAtOnce) {
+    float sums[kAtOnce][4] = {};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      to[tile / 2][tile % 2 * 2 + half] = transpose_8x8(
-          pack_pair<false>(sums[tile][2 * half] * scale[0], sums[tile][2 * half + 1] * scale[1]));
+    for (int step = 0; step < kTiles; ++step) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const bool odd = __popc(step & (first + i)) % 2 != 0;
+        const uint32_t sign = odd ? minus : plus;
+        const uint32_t signs[] = {sign, sign, sign, odd ? plus : minus};
+        const uint32_t* const of = words[step / 2] + step % 2 * 2;
+        mma_m16n8k16<kBFloat16>(sums[i], signs, of[0], of[1]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int tile = first + i;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        to[tile / 2][tile % 2 * 2 + half] = transpose_8x8(
+            pack_pair<false>(sums[i][2 * half] * scale[0], sums[i][2 * half + 1] * scale[1]));
+      }
     }
   }
 }
