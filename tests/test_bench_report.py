@@ -276,10 +276,10 @@ def test_rates_of_an_engine():
     moments = [vllm.Moment(1.0, 1, 1, 0)]
     moments += [vllm.Moment(2.0 + 0.5 * i, 2 + 2 * i, 2, 0) for i in range(20)]
     moments += [vllm.Moment(99.0, 42, 2, 1)]
-    found = vllm.summary(moments, 2)
+    found = vllm.summary(moments)
     assert found == {
         "tokens_per_s": 4.0, "ms_per_step": 500.0, "median_step_ms": 500.0, "steps": 15,
-        "prefill_s": 2.0,
+        "decoding": 2.0, "prefill_s": 2.0,
     }  # fmt: skip
     with pytest.raises(ValueError, match="1 steps in which all requests decode"):
-        vllm.summary(moments[:2], 2)
+        vllm.summary(moments[:2])
