@@ -17,6 +17,7 @@ import torch
 
 stand_in.install()
 
+import versions  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.config.compilation import CUDAGraphMode  # noqa: E402
@@ -26,12 +27,7 @@ from vllm.model_executor.layers.attention import Attention  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.utils.hashing import sha256  # noqa: E402
 from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: E402
-from vllm.v1.core.kv_cache_utils import (  # noqa: E402
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
-    get_request_block_hasher,
-    init_none_hash,
-)
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
@@ -112,22 +108,12 @@ class Engine:
         current_platform.update_block_size_for_backend(config)
         config.cache_config.num_gpu_blocks_override = num_blocks
         self.specs = attn_utils.get_kv_cache_spec(config)
-        groups = get_kv_cache_groups(config, self.specs)
-        self.kv_cache_config = get_kv_cache_config_from_groups(config, groups, 2**30)
+        self.kv_cache_config = versions.plan_cache(config, self.specs, self.layer.attn_backend)
         config.cache_config.num_gpu_blocks = self.kv_cache_config.num_blocks
         self.groups, self.graphs, kernel_sizes = attn_utils.init_attn_backend(
             self.kv_cache_config, config, CPU
         )
-        attn_utils.init_kv_cache(
-            [],
-            config.compilation_config.static_forward_context,
-            self.kv_cache_config,
-            self.groups,
-            CPU,
-            config.cache_config.cache_dtype,
-            kernel_sizes,
-            config,
-        )
+        versions.allocate_cache(config, self.kv_cache_config, self.groups, kernel_sizes)
         self.layer.kv_cache.fill_(0xFF)  # what was never written is NaN
         self.layer.impl.staging.fill_(torch.nan)
         init_none_hash(sha256)
@@ -147,6 +133,8 @@ class Engine:
             max_num_reqs=config.scheduler_config.max_num_seqs,
             max_model_len=config.model_config.max_model_len,
             rope_state=None,
+            supports_mm_inputs=False,
+            prompt_embeds_state=None,
         )
         length = config.model_config.max_model_len
         generator = torch.Generator().manual_seed(seed)
@@ -159,6 +147,7 @@ class Engine:
         self.free_rows = set(range(rows))
         self.blocks: dict[int, list[int]] = {}
         self.first: dict[str, int] = {}
+        self.prefill: dict[str, int] = {}
         # Buffers that stay, with what earlier steps left in them.
         self.table = torch.zeros(rows, -(-length // self.fmt.group), dtype=torch.int32)
         self.seq_lens = torch.zeros(rows, dtype=torch.int32)
@@ -215,6 +204,7 @@ class Engine:
             self.rows[new.req_id] = row
             self.blocks[row] = list(new.block_ids[0])
             self.first[new.req_id] = new.num_computed_tokens
+            self.prefill[new.req_id] = len(new.prefill_token_ids)
             self.seen["hit_tokens"] += new.num_computed_tokens
             self.state.add_request(row, new)
         cached = planned.scheduled_cached_reqs
@@ -254,9 +244,12 @@ class Engine:
         positions += [0] * (token_rows - tokens)
         upper_bound = torch.zeros(padded, dtype=torch.int32)
         upper_bound[:live] = self.seq_lens[:live]
+        computed = np.minimum(past, [self.prefill[name] for name in names])
         batch = SimpleNamespace(
+            req_ids=names,
             idx_mapping_np=np.array([self.rows[name] for name in names], np.int32),
-            prefill_len_np=np.array([r.num_tokens for r in requests], np.int32),
+            prefill_len_np=np.array([self.prefill[name] for name in names], np.int32),
+            is_prefilling_np=computed < [self.prefill[name] for name in names],
             num_reqs=live,
             num_reqs_after_padding=int(padded),
             num_tokens=tokens,
@@ -267,6 +260,10 @@ class Engine:
             seq_lens=self.seq_lens[:padded],
             seq_lens_cpu_upper_bound=upper_bound,
             dcp_local_seq_lens=None,
+            max_query_len=None,
+            pcp=None,
+            prompt_lens=None,
+            fast_prefill=None,
             positions=torch.tensor(positions),
         )
         q, out = self._attend(
@@ -368,5 +365,5 @@ class Engine:
         self.seen["worst"] = max(self.seen["worst"], error)
         blocks = self.blocks[self.rows[name]]
         for tile in range(end // group):
-            stored = self.layer.kv_cache[blocks[tile]]
+            stored = self.layer.kv_cache[blocks[tile]].view(-1, self.fmt.record_bytes)
             assert torch.equal(stored, self.record(request, tile)[0]), f"{name}: tile {tile}"

@@ -49,6 +49,9 @@ class TokensOnly(Executor):
         )
         return {"layer": spec}
 
+    def _get_supported_kv_cache_layouts(self):
+        return ["LBNHC"]
+
     def _determine_available_memory(self):
         return ROOM * 2 * BLOCK * 2 * 64 * 2
 

@@ -7,11 +7,12 @@ import logging
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
 
 import engine
+import numpy as np
 import pytest
 import torch
+import versions
 import vllm
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
@@ -20,6 +21,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.selector import _cached_get_attn_backend, get_attn_backend
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvarn import Format
 from kvarn.integrations import vllm as plugin
@@ -27,7 +29,6 @@ from kvarn.integrations.vllm import _versions, backend, pool
 from kvarn.integrations.vllm.metadata import KVarNMetadataBuilder
 from kvarn.integrations.vllm.options import Options
 from kvarn.integrations.vllm.rows import RequestRows
-from kvarn.integrations.vllm.spec import KVarNSpec
 
 PRESETS = Format.presets()
 K4V2 = "kvarn_k4v2_g64"
@@ -58,11 +59,9 @@ def test_other_names_are_refused(model):
 
 
 def test_registering_again_changes_nothing():
-    import vllm.config.cache as config
-
-    before = get_args(config.CacheDType)
+    before = versions.cache_dtypes()
     plugin.register()
-    assert get_args(config.CacheDType) == before
+    assert versions.cache_dtypes() == before
     assert [before.count(name) for name in PRESETS] == [1] * len(PRESETS)
     assert "fp8" in before and "auto" in before
 
@@ -74,6 +73,7 @@ def test_command_line(name):
     assert args.kv_cache_dtype == name
 
 
+@pytest.mark.skipif(versions.MINOR != "0.24", reason="later versions refuse after parsing")
 def test_command_line_refuses_other_names(capsys):
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     with pytest.raises(SystemExit):
@@ -82,32 +82,48 @@ def test_command_line_refuses_other_names(capsys):
 
 
 @pytest.fixture
-def patched(monkeypatch):
-    """Patches that are only counted, in a process that has not registered yet."""
+def changes(monkeypatch):
+    """What is done to vLLM is only counted, in a process that has not registered yet."""
     calls = []
     monkeypatch.setattr(_versions, "_registered", False)
-    monkeypatch.setattr(_versions, "_PATCHES_0_24", (lambda: calls.append(1),))
+    for name in _versions._SET_UP:
+        monkeypatch.setitem(_versions._SET_UP, name, (lambda name=name: calls.append(name),))
     return calls
 
 
-def test_other_versions_are_left_alone(patched, monkeypatch, caplog):
-    monkeypatch.setattr(vllm, "__version__", "0.23.1")
+@pytest.mark.parametrize("version", ["0.23.1", "0.25.0", "0.32.0", "0.34.0", "0.240.0", "1.24.0"])
+def test_other_versions_are_left_alone(changes, monkeypatch, caplog, version):
+    monkeypatch.setattr(vllm, "__version__", version)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     plugin.register()
-    assert not patched
-    assert "kvarn supports vLLM 0.24, this is 0.23.1" in caplog.text
+    assert not changes
+    assert f"kvarn supports vLLM 0.24 and 0.33, this is {version}" in caplog.text
 
 
-def test_other_platforms_are_left_alone(patched, monkeypatch):
+@pytest.mark.parametrize("version", ["0.24.0", "0.24.3", "0.33.0", "0.33.1.dev7"])
+def test_each_version_has_its_own_changes(changes, monkeypatch, version):
+    monkeypatch.setattr(vllm, "__version__", version)
+    plugin.register()
+    assert changes == [version[:4]]
+
+
+def test_other_platforms_are_left_alone(changes, monkeypatch):
     monkeypatch.setattr(current_platform, "is_cuda", lambda: False)
     plugin.register()
-    assert not patched
+    assert not changes
 
 
-def test_this_version_is_patched_once(patched):
+def test_this_version_is_changed_once(changes):
     plugin.register()
     plugin.register()
-    assert len(patched) == 1
+    assert changes == [versions.MINOR]
+
+
+def test_the_package_asks_for_what_is_supported():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    low, high = re.search(r'"vllm >= 0\.(\d+), < 0\.(\d+)"', text).groups()
+    supported = [int(name.split(".")[1]) for name in _versions._SET_UP]
+    assert (int(low), int(high)) == (min(supported), max(supported) + 1)
 
 
 # The backend --------------------------------------------------------------------------------------
@@ -117,9 +133,10 @@ def test_this_version_is_patched_once(patched):
 def test_the_dtype_alone_selects_the_backend(model, name):
     with set_current_vllm_config(engine.engine_config(model, name)):
         found = get_attn_backend(64, torch.float16, name, num_heads=4)
-    assert issubclass(found, backend.KVarNBackend)
+    assert found is backend.BACKENDS[name]
     assert found.get_supported_kernel_block_sizes() == [Format(name, 64).group]
-    assert found.get_name() == "CUSTOM" and found.get_impl_cls() is backend.KVarNImpl
+    assert found.get_name() == ("CUSTOM" if versions.MINOR == "0.24" else name.upper())
+    assert found.get_impl_cls() is backend.KVarNImpl
     assert found.get_builder_cls() is KVarNMetadataBuilder
 
 
@@ -137,13 +154,13 @@ def test_spec_and_shapes(model_of, name, head_dim):
     small = engine.Engine(config, num_blocks=20)
     fmt = Format(name, head_dim)
     (spec,) = small.specs.values()
-    assert isinstance(spec, KVarNSpec)
+    assert isinstance(spec, FullAttentionSpec)
     assert spec.block_size == fmt.group and spec.dtype == torch.uint8
     assert spec.page_size_bytes == 2 * fmt.record_bytes  # two KV heads
     assert spec.copy_with_new_block_size(4 * fmt.group).page_size_bytes == 8 * fmt.record_bytes
-    merged = KVarNSpec.merge([spec, dataclasses.replace(spec)])
-    assert merged == spec and merged.format_name == name
-    assert small.layer.kv_cache.shape == (20, 2, fmt.record_bytes)
+    assert type(spec).merge([spec, dataclasses.replace(spec)]) == spec
+    cache = small.layer.kv_cache
+    assert cache.is_contiguous() and cache.flatten(1).shape == (20, 2 * fmt.record_bytes)
     assert small.layer.kv_cache.dtype == torch.uint8
     staging = small.layer.impl.staging
     assert staging.shape == (4 * 2, 2, 2, fmt.group, head_dim)  # four sequences, two pages each
@@ -152,7 +169,7 @@ def test_spec_and_shapes(model_of, name, head_dim):
 
 def test_blocks_of_other_sizes_are_refused():
     with pytest.raises(ValueError, match="a block must have 64 tokens, got 128"):
-        backend.KVarNBackendG64.get_kv_cache_shape(10, 128, 2, 64, K4V2)
+        backend.BACKENDS[K4V2].get_kv_cache_shape(10, 128, 2, 64, K4V2)
 
 
 # The pool -----------------------------------------------------------------------------------------
@@ -227,9 +244,13 @@ def with_changes(config, **changes):
         "prefill_context_parallel_size": 1,
         "kv_offloading_size": None,
         "kv_cache_dtype_skip_layers": [],
+        "prefix_match_unit": None,
+        "use_ubatching": False,
+        "is_hybrid": False,
     } | changes
     everything = SimpleNamespace(**given)
     everything.parallel_config = everything.cache_config = everything
+    everything.model_config = everything
     return everything
 
 
@@ -242,6 +263,9 @@ def with_changes(config, **changes):
         ({"kv_transfer_config": object()}, "KV connectors"),
         ({"kv_offloading_size": 1.0}, "offloading"),
         ({"kv_cache_dtype_skip_layers": ["0"]}, "kv_cache_dtype_skip_layers"),
+        ({"prefix_match_unit": 16}, "prefix_match_unit"),
+        ({"use_ubatching": True}, "micro-batches"),
+        ({"is_hybrid": True}, "state-space"),
         ({"use_v2_model_runner": False}, "VLLM_USE_V2_MODEL_RUNNER=1"),
     ],
 )
@@ -280,8 +304,8 @@ def test_layers_that_are_refused(changes, words):
         "device_capability": current_platform.get_device_capability(),
         "attn_type": AttentionType.DECODER,
     }
-    assert backend.KVarNBackendG64.validate_configuration(**given) == []
-    reasons = backend.KVarNBackendG64.validate_configuration(**given | changes)
+    assert backend.BACKENDS[K4V2].validate_configuration(**given) == []
+    reasons = backend.BACKENDS[K4V2].validate_configuration(**given | changes)
     assert any(words in reason for reason in reasons), reasons
 
 
@@ -310,28 +334,45 @@ def test_layers_that_cannot_be_made(model, options):
 
 
 def test_a_request_within_a_block_is_refused():
-    rows = RequestRows(4)
-    rows.add(1, 128, 64)
-    assert rows.first_token.tolist() == [0, 128, 0, 0]
+    rows = RequestRows(4, 64)
+    rows.add(1, 128)
+    assert rows.first_token.tolist() == [-1, 128, -1, -1]
     with pytest.raises(RuntimeError, match="a multiple of 64 tokens, got 130"):
-        rows.add(1, 130, 64)
+        rows.add(1, 130)
 
 
-def test_a_step_of_unknown_requests_is_refused(model):
+def step_of(small, **changes):
+    """What the metadata builder reads of a step of one request in row 2."""
+    given = {
+        "causal": True,
+        "num_reqs": 1,
+        "num_actual_tokens": 1,
+        "max_query_len": 1,
+        "block_table_tensor": small.table,
+        "query_start_loc_cpu": torch.tensor([0, 1]),
+        "seq_lens_cpu_upper_bound": torch.tensor([1]),
+        "seq_lens": torch.tensor([1]),
+        "req_idx": np.array([2]),
+        "is_prefilling": torch.tensor([True]),
+    }
+    return SimpleNamespace(**given | changes)
+
+
+def test_a_step_of_unknown_requests_is_refused(model, monkeypatch):
     small = engine.Engine(engine.engine_config(model), num_blocks=20)
     builder = small.groups[0][0].get_metadata_builder()
-    step = SimpleNamespace(
-        causal=True, num_reqs=1, num_actual_tokens=1, block_table_tensor=small.table
-    )
     with pytest.raises(RuntimeError, match="which requests are in the step"):
-        builder.build(0, step)
-    step.causal = False
+        builder.build(0, step_of(small, req_idx=None))
     with pytest.raises(ValueError, match="must be causal"):
-        builder.build(0, step)
+        builder.build(0, step_of(small, causal=False))
+    with pytest.raises(RuntimeError, match="did not say where a request starts"):
+        builder.build(0, step_of(small))
+    small.layer.impl.rows.add(2, 0)
+    assert builder.build(0, step_of(small)).batch.rows.tolist() == [2]
 
 
 def test_the_rows_of_a_step_are_forgotten_after_it(model):
     small = engine.Engine(engine.engine_config(model), num_blocks=20)
     small.add("a", [1] * 10, 2)
     small.run()
-    assert _versions.request_rows(None) is None
+    assert _versions.rows_of_step(SimpleNamespace(req_idx=None)) is None

@@ -210,7 +210,7 @@ def test_any_schedule(model, monkeypatch, options, layer, budget, few, blocks, f
 def hits_are_forgotten(monkeypatch):
     """Reads the first blocks of a request in 16 bits although others filled them."""
     add = RequestRows.add
-    monkeypatch.setattr(RequestRows, "add", lambda self, row, _, group: add(self, row, 0, group))
+    monkeypatch.setattr(RequestRows, "add", lambda self, row, _: add(self, row, 0))
 
 
 def sealed_one_step_late(monkeypatch):
@@ -235,14 +235,8 @@ def rest_before_attention(monkeypatch):
 
 def pages_of_others(monkeypatch):
     """All requests share the pages of row 0."""
-    rows = _versions.request_rows
-
-    def first(m):
-        found = rows(m)
-        found.batch = np.where(found.batch >= 0, 0, -1)
-        return found
-
-    monkeypatch.setattr(_versions, "request_rows", first)
+    rows = _versions.rows_of_step
+    monkeypatch.setattr(_versions, "rows_of_step", lambda m: np.where(rows(m) >= 0, 0, -1))
 
 
 def window_of_a_neighbour(monkeypatch):
@@ -301,14 +295,9 @@ def test_a_broken_rule_is_found(model, monkeypatch, break_rule):
 
 
 def test_a_stand_in_that_writes_is_found(model, monkeypatch):
-    rows = _versions.request_rows
-
-    def all_real(m):
-        found = rows(m)
-        found.batch = np.arange(len(found.batch), dtype=np.int32)
-        return found
-
-    monkeypatch.setattr(_versions, "request_rows", all_real)
+    rows = _versions.rows_of_step
+    monkeypatch.setattr(_versions, "rows_of_step", lambda m: np.arange(len(rows(m))))
     small = new_engine(model)
+    small.layer.impl.rows.first_token.fill(0)
     with pytest.raises(AssertionError, match="something was written"):
         small.stand_in_step(3, 40)
