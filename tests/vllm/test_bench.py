@@ -58,6 +58,9 @@ class TokensOnly(Executor):
     def initialize_from_config(self, kv_cache_configs) -> None:
         pass
 
+    def compile_or_warm_up_model(self) -> None:
+        pass
+
     @property
     def supported_tasks(self):
         return ("generate",)
