@@ -177,18 +177,17 @@ def _draw_together(found: Sequence[Engine], colors: dict[str, str], axes: Axes) 
         for load in engine.loads:
             counts[load] = counts.get(load, 0) + 1
     shared = max(counts, key=lambda load: counts[load])
-    for engine in found:
-        if shared not in engine.loads:
-            continue
+    shown = [engine for engine in found if shared in engine.loads]
+    for i, engine in enumerate(shown):
         at = (engine.kv_tokens / 1e6, engine.rate(shared))
         axes.plot(*at, "o", color=colors[engine.name], markersize=9)
         note = "" if engine.kl is None else f"\nKL {engine.kl:.4f}" if engine.kl else "\nKL 0"
+        above = not (i and engine.kl == 0)  # two 16-bit caches are in the same place
         axes.annotate(
-            engine.name.removeprefix("kvarn_").removesuffix("_g128") + note, at, xytext=(0, 8),
-            textcoords="offset points", ha="center", fontsize=8,
+            engine.name.removeprefix("kvarn_").removesuffix("_g128") + note, at,
+            xytext=(0, 8 if above else -28), textcoords="offset points", ha="center", fontsize=8,
         )  # fmt: skip
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.margins(0.25)
+    axes.set_xlim(0, 1.15 * max(engine.kv_tokens for engine in shown) / 1e6)
+    axes.set_ylim(0, 1.2 * max(engine.rate(shared) for engine in shown))
     axes.set_xlabel("million tokens that fit")
     axes.set_ylabel(f"tokens per second, {shared[0]} x {shared[1]}")

@@ -304,6 +304,7 @@ class Engine:
             query_start_loc=self.query_start_loc,
             input_ids=torch.zeros(tokens, dtype=torch.int32),
             positions=torch.zeros(tokens, dtype=torch.int64),
+            is_padding=torch.zeros(tokens, dtype=torch.bool),
         )
         batch = InputBatch.make_dummy(requests, tokens, buffers)
         state = [

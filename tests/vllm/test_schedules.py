@@ -235,7 +235,13 @@ def rest_before_attention(monkeypatch):
 
 def pages_of_others(monkeypatch):
     """All requests share the pages of row 0."""
-    rows = _versions.rows_of_step
+    rows, add = _versions.rows_of_step, RequestRows.add
+
+    def add_first(self, row, num_computed_tokens):
+        add(self, row, num_computed_tokens)
+        add(self, 0, num_computed_tokens)
+
+    monkeypatch.setattr(RequestRows, "add", add_first)
     monkeypatch.setattr(_versions, "rows_of_step", lambda m: np.where(rows(m) >= 0, 0, -1))
 
 
