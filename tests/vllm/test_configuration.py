@@ -21,7 +21,11 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.selector import _cached_get_attn_backend, get_attn_backend
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from kvarn import Format
 from kvarn.integrations import vllm as plugin
@@ -286,6 +290,7 @@ def test_configurations_that_are_refused(changes, words):
         ({"use_kv_connector": True}, "KV connector"),
         ({"use_non_causal": True}, "non-causal"),
         ({"block_size": 32}, "block_size"),
+        ({"block_size": 128}, "block_size"),
         ({"kv_cache_dtype": "kvarn_k4v2_g128"}, "kv_cache_dtype"),  # of the other backend
         ({"attn_type": AttentionType.ENCODER_ONLY}, "attention type"),
     ],
@@ -309,11 +314,71 @@ def test_layers_that_are_refused(changes, words):
     assert any(words in reason for reason in reasons), reasons
 
 
-def test_a_refusal_reaches_the_user(model):
-    config = engine.engine_config(model, kv_cache_dtype_skip_layers=["0"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"kv_cache_dtype_skip_layers": ["0"]}, "pages of two sizes"),
+        ({"block_size": 128}, "block_size"),
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            "KV connectors",
+        ),
+        ({"kv_offloading_size": 1.0}, "KV connectors and offloading"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "speculative decoding",
+        ),
+    ],
+    ids=str,
+)
+def test_a_refusal_reaches_the_user(model, arguments, words):
+    config = engine.engine_config(model, **arguments)
     _cached_get_attn_backend.cache_clear()  # the engine asks once in a process
-    with set_current_vllm_config(config), pytest.raises(ValueError, match="pages of two sizes"):
+    with set_current_vllm_config(config), pytest.raises(ValueError, match=words):
         get_attn_backend(64, torch.float16, K4V2, num_heads=4)
+
+
+def test_the_old_model_runner_is_refused(model, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    config = engine.engine_config(model)
+    _cached_get_attn_backend.cache_clear()
+    with set_current_vllm_config(config), pytest.raises(ValueError, match="V1 model runner"):
+        get_attn_backend(64, torch.float16, K4V2, num_heads=4)
+
+
+def test_layers_with_specs_of_their_own_are_refused(model):
+    """Attention in chunks, with a mask that is not causal, and the like."""
+    config = engine.engine_config(model)
+    small = engine.Engine(config, num_blocks=20)
+    (spec,) = small.specs.values()
+    assert _versions.is_of_records(spec)
+
+    def build(other):
+        with set_current_vllm_config(config):
+            KVarNMetadataBuilder(other, [small.layer.layer_name], config, engine.CPU)
+
+    build(spec)
+    common = {"block_size": 64, "num_kv_heads": 2, "head_size": 64, "dtype": torch.uint8}
+    for other in (
+        dataclasses.replace(spec, non_causal=True),
+        ChunkedLocalAttentionSpec(**common, attention_chunk_size=64),
+        SlidingWindowSpec(**common, sliding_window=64),
+        FullAttentionSpec(**common),
+    ):
+        with pytest.raises(NotImplementedError, match=f"layers with a {type(other).__name__}"):
+            build(other)
+
+
+@pytest.mark.skipif(versions.MINOR == "0.24", reason="has no such hook")
+def test_specs_of_other_kinds_are_left_as_they_are():
+    common = {"block_size": 64, "num_kv_heads": 2, "head_size": 64, "dtype": torch.uint8}
+    chunks = ChunkedLocalAttentionSpec(**common, attention_chunk_size=64)
+    backend_of = backend.BACKENDS[K4V2]
+    assert backend_of.customize_spec(chunks) is chunks
+    full = backend_of.customize_spec(FullAttentionSpec(**common))
+    window = backend_of.customize_spec(SlidingWindowSpec(**common, sliding_window=64))
+    assert full == window and _versions.is_of_records(full)
+    assert backend_of.customize_spec(full) == full  # it is asked more than once
 
 
 @pytest.mark.parametrize(

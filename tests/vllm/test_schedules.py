@@ -60,8 +60,9 @@ def play(small: engine.Engine, few_blocks: bool = True) -> dict:
     ],
     ids=str,
 )
-def test_all_together(model, options):
-    play(new_engine(model, blocks=12, options=options))
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+def test_all_together(model, options, ahead):
+    play(new_engine(model, blocks=12, options=options, async_scheduling=ahead))
 
 
 @pytest.mark.parametrize(
@@ -130,12 +131,24 @@ def test_batches_that_stand_in_for_others(model):
     small.run()
 
 
-def test_without_prefix_caching(model):
-    small = new_engine(model, enable_prefix_caching=False)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"enable_prefix_caching": False},
+        {"enable_prefix_caching": False, "async_scheduling": True},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 1024},
+        {"enable_lora": True, "max_lora_rank": 8},
+    ],
+    ids=str,
+)
+def test_other_ways_to_schedule(model, arguments):
+    small = new_engine(model, **arguments)
     for name in "ab":
         small.add(name, [1, 2, 3] * 60, 4)
     small.run()
-    assert small.seen["hit_tokens"] == 0
+    caching = arguments.get("enable_prefix_caching", True)
+    assert small.seen["hit_tokens"] == (128 if caching else 0)
+    assert small.config.scheduler_config.async_scheduling == ("async_scheduling" in arguments)
 
 
 # Any schedule -------------------------------------------------------------------------------------
@@ -164,6 +177,7 @@ actions = st.lists(
     layer=st.sampled_from([{}, {}, {"window": 90}, {"window": 200, "soft_cap": 5.0}]),
     budget=st.sampled_from([64, 150, 512]),
     few=st.sampled_from([0, 32, 100]),
+    ahead=st.booleans(),
     blocks=st.integers(11, 16),
     first=st.lists(requests, min_size=3, max_size=4),
     todo=actions,
@@ -173,12 +187,12 @@ actions = st.lists(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-def test_any_schedule(model, monkeypatch, options, layer, budget, few, blocks, first, todo):
+def test_any_schedule(model, monkeypatch, options, layer, budget, few, ahead, blocks, first, todo):
     monkeypatch.setattr(prefill, "FEW_TOKENS", few)
     monkeypatch.setattr(prefill, "PIECE_TOKENS", 128)
     small = new_engine(
         model, blocks=blocks, options=options, max_num_batched_tokens=budget, max_model_len=600,
-        **layer,
+        async_scheduling=ahead, **layer,
     )  # fmt: skip
     texts = np.random.default_rng(5).integers(0, engine.VOCABULARY, (3, 400)).tolist()
     count = 0

@@ -135,8 +135,10 @@ def spec_of_records(spec: Any, fmt: Format) -> Any:
     Layers with a sliding window keep all tokens and read those in it."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, replace_as
 
-    if isinstance(spec, SlidingWindowSpec):
+    if type(spec) is SlidingWindowSpec:
         spec = replace_as(spec, FullAttentionSpec, drop=("sliding_window", "extra_retained_tokens"))
+    if type(spec) is not FullAttentionSpec:
+        return spec  # of a kind of layer that is refused, see `is_of_records`
     if spec.block_size % fmt.group:
         return spec  # asked for the size of one token, to choose the size of a block
     return replace(
@@ -259,6 +261,20 @@ def _name_backend(cache_dtype: str) -> None:
 
     if not hasattr(AttentionBackendEnum, "register"):
         register_backend(AttentionBackendEnum.CUSTOM, backend_path(cache_dtype))
+
+
+def is_of_records(spec: Any) -> bool:
+    """Whether a layer's spec is ours. Kinds of attention with specs of their own (in chunks, with
+    sinks, without a causal mask) are not supported."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from kvarn.integrations.vllm.spec import KVarNSpec
+
+    if getattr(spec, "non_causal", False):
+        return False
+    if hasattr(spec, "tokens_per_state"):
+        return type(spec) is FullAttentionSpec and spec.tokens_per_state == spec.block_size
+    return isinstance(spec, KVarNSpec)
 
 
 def rows_of_step(common_attn_metadata: Any) -> np.ndarray | None:

@@ -55,6 +55,10 @@ class KVarNBackend(AttentionBackend):  # type: ignore[misc]
         return [Format(cls.cache_dtype, HEAD_DIMS[0]).group]
 
     @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        return block_size is None or [block_size] == cls.get_supported_kernel_block_sizes()
+
+    @classmethod
     def supports_sliding_window(cls) -> bool:
         return True
 

@@ -206,6 +206,10 @@ class KVarNMetadataBuilder(AttentionMetadataBuilder[KVarNMetadata]):  # type: ig
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1)
+        if not _versions.is_of_records(kv_cache_spec):
+            raise NotImplementedError(
+                f"{WHERE}layers with a {type(kv_cache_spec).__name__} are not supported"
+            )
         self._fmt = Format(vllm_config.cache_config.cache_dtype, kv_cache_spec.head_size)
         self._options = Options.of(vllm_config)
         self._max_num_seqs = vllm_config.scheduler_config.max_num_seqs
