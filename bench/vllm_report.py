@@ -21,6 +21,8 @@ _HEAD = (
     "requests x prompt", "cache", "decoding", "tokens/s", "ms a step", "median", "prompts",
     "room, tokens", "KL",
 )  # fmt: skip
+#: What was aimed at: the least ratio to the cache in float16, by load; None: of the room.
+AIMED, AIMS = "kvarn_k4v2_g128", {(64, 8192): 2.0, (16, 16384): 1.6, (256, 8192): 3.0, None: 4.3}
 _COLORS = ("#bbbbbb", "#777777", "#ee6677", "#ccbb44", "#4477aa", "#228833", "#aa3377", "#66ccee")
 
 
@@ -96,7 +98,32 @@ def table(path: Path, study: Path, figures: str) -> str:
         f"vLLM {run['vllm']}, {run['gpu']}, torch {run['torch']}, {run['date']}, "
         f"commit {run['commit']}. {run.get('note', '')}".rstrip()
     )
-    return f"{markdown(_HEAD, lines)}\n![{TITLE}]({figures}/{FIGURE})\n\n{origin}\n"
+    judged = "\n".join(f"- {line}" for line in aims(found))
+    return (
+        f"{markdown(_HEAD, lines)}\n![{TITLE}]({figures}/{FIGURE})\n\n"
+        f"Aims for {AIMED}, in tokens per second and room of float16's:\n\n{judged}\n\n{origin}\n"
+    )
+
+
+def aims(found: Sequence[Engine]) -> list[str]:
+    """What was aimed at, and what came of it."""
+    by_name = {engine.name: engine for engine in found}
+    own, base = by_name.get(AIMED), by_name.get("float16")
+    lines = []
+    for load, least in AIMS.items():
+        what = "room" if load is None else f"{load[0]} x {load[1]}"
+        ratio = None
+        if own is not None and base is not None:
+            shared = [key for key in own.loads if key in base.loads and key[:2] == load]
+            if load is None:
+                ratio = own.kv_tokens / base.kv_tokens
+            elif shared:
+                ratio = own.rate(shared[0]) / base.rate(shared[0])
+        verdict = "not measured"
+        if ratio is not None:
+            verdict = f"{ratio:.2f}x, {'met' if ratio >= least else 'missed'}"
+        lines.append(f"{what}: at least {least:.1f}x; {verdict}")
+    return lines
 
 
 def _line(load: tuple[int, int, int], engine: Engine, base: Engine | None) -> list[str]:

@@ -361,6 +361,7 @@ def test_layers_with_specs_of_their_own_are_refused(model):
     common = {"block_size": 64, "num_kv_heads": 2, "head_size": 64, "dtype": torch.uint8}
     for other in (
         dataclasses.replace(spec, non_causal=True),
+        dataclasses.replace(spec, head_size_v=32),
         ChunkedLocalAttentionSpec(**common, attention_chunk_size=64),
         SlidingWindowSpec(**common, sliding_window=64),
         FullAttentionSpec(**common),

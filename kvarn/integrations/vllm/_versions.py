@@ -196,6 +196,7 @@ def _patch_spec() -> None:
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
+            head_size_v=self.head_size_v,
             dtype=torch.uint8,
             format_name=self.kv_cache_dtype,
         )
@@ -265,12 +266,12 @@ def _name_backend(cache_dtype: str) -> None:
 
 def is_of_records(spec: Any) -> bool:
     """Whether a layer's spec is ours. Kinds of attention with specs of their own (in chunks, with
-    sinks, without a causal mask) are not supported."""
+    sinks, without a causal mask, with values of another size) are not supported."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from kvarn.integrations.vllm.spec import KVarNSpec
 
-    if getattr(spec, "non_causal", False):
+    if getattr(spec, "non_causal", False) or spec.head_size_v != spec.head_size:
         return False
     if hasattr(spec, "tokens_per_state"):
         return type(spec) is FullAttentionSpec and spec.tokens_per_state == spec.block_size
