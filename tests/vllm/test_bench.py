@@ -10,6 +10,7 @@ import engine  # noqa: F401  (installs the stand-ins)
 import pytest
 import torch
 from vllm.engine.arg_utils import EngineArgs
+from vllm.envs import disable_envs_cache
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -119,7 +120,8 @@ def llm(model, request, monkeypatch):
         distributed_executor_backend=TokensOnly, async_scheduling=request.param, block_size=BLOCK,
         disable_log_stats=True,
     )  # fmt: skip
-    return LLMEngine.from_engine_args(arguments)
+    yield LLMEngine.from_engine_args(arguments)
+    disable_envs_cache()  # an engine keeps the environment as it found it, also for other tests
 
 
 def test_cases_follow_each_other(llm, tmp_path):

@@ -271,11 +271,11 @@ def is_of_records(spec: Any) -> bool:
 
     from kvarn.integrations.vllm.spec import KVarNSpec
 
-    if getattr(spec, "non_causal", False) or spec.head_size_v != spec.head_size:
-        return False
     if hasattr(spec, "tokens_per_state"):
-        return type(spec) is FullAttentionSpec and spec.tokens_per_state == spec.block_size
-    return isinstance(spec, KVarNSpec)
+        ours = type(spec) is FullAttentionSpec and spec.tokens_per_state == spec.block_size
+    else:
+        ours = isinstance(spec, KVarNSpec)
+    return ours and not spec.non_causal and spec.head_size_v == spec.head_size
 
 
 def rows_of_step(common_attn_metadata: Any) -> np.ndarray | None:
