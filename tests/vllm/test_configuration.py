@@ -16,9 +16,10 @@ import versions
 import vllm
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE, set_default_torch_dtype
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.selector import _cached_get_attn_backend, get_attn_backend
 from vllm.v1.kv_cache_interface import (
@@ -26,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.worker.gpu import attn_utils
 
 from kvarn import Format
 from kvarn.integrations import vllm as plugin
@@ -169,6 +171,53 @@ def test_spec_and_shapes(model_of, name, head_dim):
     staging = small.layer.impl.staging
     assert staging.shape == (4 * 2, 2, 2, fmt.group, head_dim)  # four sequences, two pages each
     assert staging.dtype == torch.float16
+
+
+def test_a_layer_stores_its_tokens_within_attention(model, monkeypatch):
+    """Only attention is always outside of piecewise CUDA graphs. What else a layer does may be
+    captured with the metadata of another step."""
+    from vllm.model_executor.layers.attention import attention
+
+    def captured(*args):
+        raise AssertionError("a second op")
+
+    monkeypatch.setattr(attention, "unified_kv_cache_update", captured)
+    config = engine.engine_config(model, compilation_config={"use_inductor_graph_partition": True})
+    assert "vllm::unified_attention_with_output" in config.compilation_config.splitting_ops
+    assert "vllm::unified_kv_cache_update" not in config.compilation_config.splitting_ops
+    small = engine.Engine(config, num_blocks=20)
+    small.add("a", [1] * 70, 2)
+    small.run()
+    assert small.seen["worst"] > 0
+
+
+@pytest.mark.parametrize("name", [K4V2, "kvarn_k4v2_g128"])
+def test_layers_with_and_without_a_window_share_blocks(model_of, name):
+    """One group, one block table; each layer has records of its own, side by side."""
+    config = engine.engine_config(model_of(128), name)
+    first = engine.Engine(config, num_blocks=20)  # layer 0
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.float16):
+        second = Attention(
+            4, 128, 0.1, num_kv_heads=2, cache_config=config.cache_config,
+            per_layer_sliding_window=100, prefix="model.layers.1.self_attn.attn",
+        )  # fmt: skip
+    specs = attn_utils.get_kv_cache_spec(config)
+    assert len(specs) == 2 and len(set(specs.values())) == 1
+    cache = versions.plan_cache(config, specs, second.attn_backend)
+    assert len(cache.kv_cache_groups) == 1 and cache.num_blocks == 20
+    groups, _, kernel_sizes = attn_utils.init_attn_backend(cache, config, engine.CPU)
+    versions.allocate_cache(config, cache, groups, kernel_sizes)
+    assert [len(group) for group in groups] == [1]
+    size = 20 * 2 * Format(name, 128).record_bytes
+    ranges = []
+    for layer in (first.layer, second):
+        assert layer.kv_cache.is_contiguous() and layer.kv_cache.nbytes == size
+        assert layer.kv_cache.data_ptr() % 16 == 0
+        ranges.append((layer.kv_cache.data_ptr(), layer.kv_cache.data_ptr() + size))
+    (_, end), (begin, _) = sorted(ranges)
+    assert end <= begin
+    assert second.impl.window_left == 99 and first.layer.impl.window_left == -1
+    assert second.impl.staging.data_ptr() != first.layer.impl.staging.data_ptr()
 
 
 def test_blocks_of_other_sizes_are_refused():

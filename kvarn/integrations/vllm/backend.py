@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
-from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType
 
 from kvarn import ops
@@ -27,7 +26,9 @@ class KVarNBackend(AttentionBackend):  # type: ignore[misc]
 
     cache_dtype: ClassVar[str]
     accept_output_buffer = True
-    forward_includes_kv_cache_update = False
+    # The update needs what is computed on the host for each step. Attention runs outside of
+    # piecewise CUDA graphs; an update of its own would not always.
+    forward_includes_kv_cache_update = True
     supported_dtypes = [torch.float16, torch.bfloat16]
 
     @classmethod
@@ -191,29 +192,6 @@ class KVarNImpl(AttentionImpl[KVarNMetadata]):  # type: ignore[misc]
         self.staging = pool.new_pool(rows, options, self.fmt, self.num_kv_heads, dtype)
         self.rows = RequestRows(rows, self.fmt.group)
 
-    def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        """Stores the new tokens of the step. Every tile that they fill is a record afterwards:
-        the engine may have promised it to other requests of the same step.
-
-        Args:
-            key, value: ``[tokens, Hkv, D]``, padding included.
-            kv_cache: uint8 ``[num_blocks, Hkv, record_bytes]`` (vLLM 0.33: ``[.., 1, ..]``).
-            slot_mapping: not used; the metadata says where tokens go.
-        """
-        m = _metadata_of(layer)
-        if m is None:
-            return
-        key, value, cache = key[: m.num_tokens], value[: m.num_tokens], self._records(kv_cache)
-        self._append(key, value, m.head, m)
-        ops.seal_blocks(self.staging, m.seal_pages, m.seal_blocks, cache, self.fmt)
-        p = m.prefill
-        if p is not None and p.tile_blocks.numel() > 0:
-            shape = (-1, self.fmt.group, self.num_kv_heads, self.head_size)
-            keys, values = (t.index_select(0, p.tile_tokens).view(shape) for t in (key, value))
-            cache.index_copy_(0, p.tile_blocks, ops.quantize_tiles(keys, values, self.fmt))
-
     def forward(
         self,
         layer: Any,
@@ -226,12 +204,20 @@ class KVarNImpl(AttentionImpl[KVarNMetadata]):  # type: ignore[misc]
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attention of the step's tokens, ``[tokens, Hq, D]``, into ``output``."""
+        """Stores the step's new tokens, and writes their attention to ``output``.
+
+        Args:
+            query: ``[tokens, Hq, D]``, padding included, as is the output; key, value
+                ``[tokens, Hkv, D]``.
+            kv_cache: uint8 ``[num_blocks, Hkv, record_bytes]`` (vLLM 0.33: ``[.., 1, ..]``).
+            attn_metadata: of the step; None while the engine measures its memory.
+        """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError(f"{WHERE}quantized outputs are not supported")
         if attn_metadata is None:
             return self._profile(query, key, value, output)
         m, cache = attn_metadata, self._records(kv_cache)
+        self._store(key, value, cache, m)
         n = m.num_decodes
         if n > 0:
             ops.decode_attention(
@@ -254,6 +240,18 @@ class KVarNImpl(AttentionImpl[KVarNMetadata]):  # type: ignore[misc]
             self._append(key[:tokens], value[:tokens], m.prefill.rest, m)
         return output
 
+    def _store(self, key: Tensor, value: Tensor, cache: Tensor, m: KVarNMetadata) -> None:
+        """Every tile that the new tokens fill is a record afterwards: the engine may have promised
+        it to other requests of the same step."""
+        key, value = key[: m.num_tokens], value[: m.num_tokens]
+        self._append(key, value, m.head, m)
+        ops.seal_blocks(self.staging, m.seal_pages, m.seal_blocks, cache, self.fmt)
+        p = m.prefill
+        if p is not None and p.tile_blocks.numel() > 0:
+            shape = (-1, self.fmt.group, self.num_kv_heads, self.head_size)
+            keys, values = (t.index_select(0, p.tile_tokens).view(shape) for t in (key, value))
+            cache.index_copy_(0, p.tile_blocks, ops.quantize_tiles(keys, values, self.fmt))
+
     def _records(self, kv_cache: Tensor) -> Tensor:
         return kv_cache.view(kv_cache.shape[0], self.num_kv_heads, self.fmt.record_bytes)
 
@@ -267,13 +265,3 @@ class KVarNImpl(AttentionImpl[KVarNMetadata]):  # type: ignore[misc]
         parts.append(query.new_empty((2, *query.shape[:2]), dtype=torch.float32))
         del parts
         return output.zero_()
-
-
-def _metadata_of(layer: Any) -> KVarNMetadata | None:
-    """The step's metadata for a layer; None while the engine measures its memory."""
-    metadata = get_forward_context().attn_metadata
-    if isinstance(metadata, list):
-        metadata = metadata[0]
-    found: KVarNMetadata | None
-    found = metadata[layer.layer_name] if isinstance(metadata, dict) else metadata
-    return found
