@@ -9,6 +9,7 @@ from concurrent.futures import Future
 import engine  # noqa: F401  (installs the stand-ins)
 import pytest
 import torch
+import vllm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.envs import disable_envs_cache
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -153,3 +154,34 @@ def test_too_few_tokens(llm):
     moments = bench.generate(llm, "x", [[1] * 100] * 2, 2)
     with pytest.raises(ValueError, match="generate more tokens"):
         bench.summary(moments)
+
+
+@pytest.mark.parametrize("cache", ["auto", "kvarn_k4v2_g128"])
+def test_command(cache, tmp_path, monkeypatch, capsys):
+    """The whole of it, with the shape that it has by default."""
+    facts = {"torch": "1", "commit": "2", "date": "3", "gpu": "G"}
+    monkeypatch.setattr(bench.record, "machine", lambda device, commit: facts)
+    monkeypatch.setattr(bench, "time", clock)
+    out = tmp_path / "engine.json"
+    workers = {"distributed_executor_backend": "test_bench.TokensOnly", "max_model_len": 512}
+    arguments = [
+        "--cache",
+        cache,
+        "--engine",
+        json.dumps(workers),
+        "--out",
+        str(out),
+        "--commit",
+        "c",
+    ]
+    assert bench.main([*arguments, "--cases", "2:100:40", "1:50:20"]) == 0
+    assert bench.main([*arguments, "--cases", "2:100:40"]) == 0
+    disable_envs_cache()
+    found = json.loads(out.read_text())
+    assert found["vllm"] == vllm.__version__
+    cases = [(row["case"]["batch"], row["case"]["run"], row["format"]) for row in found["rows"]]
+    preset = None if cache == "auto" else cache
+    assert cases == [(2, 1, preset), (1, 1, preset), (2, 2, preset)]
+    assert {row["case"]["cache"] for row in found["rows"]} == {cache}
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith('{"op"')]
+    assert [json.loads(line) for line in printed] == found["rows"]
