@@ -71,7 +71,7 @@ PYTHONS ?= python3
 TORCHES ?= 2.13.0
 check-install:
 	@test -e dist || { echo "make wheel first"; exit 2; }
-	@python3 tests/install/matrix.py --python $(PYTHONS) --torch $(TORCHES) $(ARGS) dist/kvarn-*
+	@python3 tests/install/matrix.py dist/kvarn-* --python $(PYTHONS) --torch $(TORCHES) $(ARGS)
 
 lint: $(call installed,dev)
 	@echo "== ruff, mypy, clang-format"

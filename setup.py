@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import torch
@@ -123,6 +124,15 @@ class BuildExt(cpp_extension.BuildExtension):
         """One place for the objects, so that every way to build compiles only what has changed."""
         super().finalize_options()
         self.build_temp = f"build/{sys.implementation.cache_tag}"
+
+    def build_extensions(self) -> None:
+        """Not with the search path that Python was linked with: it is the build machine's."""
+        own = " ".join(sysconfig.get_config_var(v) or "" for v in ("LDSHARED", "LDCXXSHARED"))
+        paths = {word for word in own.split() if word.startswith("-Wl,-rpath")}
+        for name in ("linker_so", "linker_so_cxx"):
+            if command := getattr(self.compiler, name, None):
+                setattr(self.compiler, name, [word for word in command if word not in paths])
+        super().build_extensions()
 
     def get_ext_filename(self, ext_name: str) -> str:
         """The op libraries are no Python modules: their names carry no Python version."""

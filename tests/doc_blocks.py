@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")])
 #: Runs of three or more of ` or ~, at any depth of a list.
 FENCE = re.compile(r"^[ \t>]*(?P<fence>`{3,}|~{3,}) *(?P<language>.*?) *$")

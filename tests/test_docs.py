@@ -167,6 +167,8 @@ def run_make(arguments: list[str]) -> None:
 def parse_arguments(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs a module up to the point where it has understood its arguments."""
     parse = argparse.ArgumentParser.parse_args
+    if module.startswith("kvarn.studies"):
+        pytest.importorskip("transformers")
 
     def stop(self, args=None, namespace=None):
         parse(self, args, namespace)
