@@ -67,12 +67,10 @@ def has_code(architectures: str, capability: tuple[int, int]) -> bool:
     Machine code runs on its major version from its minor version on, that of a variant (`a`) on
     that very version, PTX on every later one.
     """
-    for name in re.split("[; ]", architectures):
-        number = name.removesuffix("+PTX")
-        major, minor = map(int, number.rstrip("af").split("."))
-        later = not number.endswith("a") and (major, minor) < capability
-        if (major, minor) == capability or (
-            later and (major == capability[0] or name.endswith("+PTX"))
-        ):
+    names = re.findall(r"(\d+)\.(\d+)([af]?)(\+PTX)?", architectures)
+    for major, minor, variant, ptx in names:
+        own = (int(major), int(minor))
+        later = variant != "a" and own < capability and (own[0] == capability[0] or bool(ptx))
+        if own == capability or later:
             return True
-    return False
+    return not names  # "Hopper": not known

@@ -245,6 +245,7 @@ def test_a_stated_cuda_home_is_taken_or_refused(environment, words):
         ("9.0a", [(9, 0)], [(8, 0), (8, 9), (10, 0)]),
         ("8.6", [(8, 6), (8, 9)], [(8, 0), (9, 0)]),
         ("8.0 10.0f", [(8, 9), (10, 0), (10, 3)], [(9, 0), (12, 0)]),
+        ("Hopper", [(9, 0)], []),
     ],
 )
 def test_gpus_that_a_library_is_built_for(architectures, runs, does_not):
