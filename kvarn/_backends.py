@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
-from kvarn import _load
+from kvarn import _host, _load
 
 OPS = (
     "append_kv", "decode_attention", "decode_workspace_bytes", "dequantize_tiles", "gather_kv",
@@ -48,4 +50,27 @@ def why_missing(device: torch.device) -> str | None:
         return "torch finds no CUDA device"
     if missing := sorted(set(OPS) - CUDA_OPS):
         return f"this version of kvarn has no CUDA kernels for {', '.join(missing)}"
+    capability = torch.cuda.get_device_capability(device)
+    compiled = _host.build_info()["cuda_architectures"]
+    if not has_code(compiled, capability):
+        name, number = torch.cuda.get_device_name(device), ".".join(map(str, capability))
+        return (
+            f"{device} ({name}) has compute capability {number}, and kvarn's CUDA library is built "
+            f"for {compiled}"
+        )
     return None
+
+
+def has_code(architectures: str, capability: tuple[int, int]) -> bool:
+    """Whether a library built for "8.0+PTX;9.0a" runs on a device.
+
+    Machine code runs on its major version from its minor version on, that of a variant (`a`) on
+    that very version, PTX on every later one.
+    """
+    names = re.findall(r"(\d+)\.(\d+)([af]?)(\+PTX)?", architectures)
+    for major, minor, variant, ptx in names:
+        own = (int(major), int(minor))
+        later = variant != "a" and own < capability and (own[0] == capability[0] or bool(ptx))
+        if own == capability or later:
+            return True
+    return not names  # "Hopper": not known

@@ -65,9 +65,9 @@ def facts() -> dict[str, str]:
 def missing() -> list[str]:
     """What does not work here and why, one sentence each; empty if all of kvarn runs."""
     found = [f"{name}: {state}" for name, state in _load.status().items() if state != "loaded"]
-    cuda = torch.device("cuda", 0)
-    if not found and (reason := _backends.why_missing(cuda)):
-        found.append(reason)
+    if not found:
+        cuda = devices()[1:] or [torch.device("cuda", 0)]
+        found += [reason for device in cuda if (reason := _backends.why_missing(device))]
     return found
 
 

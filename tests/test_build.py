@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from install import archives
 
 import kvarn
-from kvarn import _host, _load
+from kvarn import _backends, _host, _load
 
 ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
@@ -96,6 +99,24 @@ def includes(folder: str) -> set[tuple[str, str]]:
     }
 
 
+@pytest.mark.parametrize(("table", "row"), [("BITS", 5), ("GROUP", 256), ("HEAD_DIM", 1024)])
+@pytest.mark.parametrize("header", ["encode.h", "attention_plan.h"])
+def test_a_row_of_the_variant_table_alone_does_not_compile(tmp_path, header, table, row):
+    """Scratch memory of the CPU kernels is of the largest variant: more would overrun it."""
+    compiler = shutil.which("c++") or pytest.skip("no C++ compiler")
+    (tmp_path / "kvarn").mkdir()
+    command = [compiler, "-std=c++17", "-fsyntax-only", "-x", "c++", f"-I{tmp_path}",
+               f"-I{CSRC}", f"-I{CSRC / 'include'}", str(CSRC / "cpu" / header)]  # fmt: skip
+    variants = (CSRC / "include/kvarn/variants.h").read_text()
+    start = f"#define KVARN_FOR_EACH_{table}(X)"
+    for text in (variants, variants.replace(start, f"{start} X({row})")):
+        (tmp_path / "kvarn/variants.h").write_text(text)
+        done = subprocess.run(command, capture_output=True, text=True)
+        known = text == variants or (header, table) == ("attention_plan.h", "BITS")
+        assert (done.returncode == 0) == known, done.stderr
+        assert known or "docs/variants.md" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("folder", "own"),
     [
@@ -104,7 +125,7 @@ def includes(folder: str) -> set[tuple[str, str]]:
         ("cuda", ("kvarn/", "device/", "cuda/")),
         ("cpu", ("kvarn/", "cpu/")),
         ("torch", ("kvarn/", "torch/")),
-        ("python", ("kvarn/", "pybind11/")),
+        ("python", ("kvarn/",)),
     ],
 )
 def test_layers_know_only_those_below(folder, own):
@@ -140,6 +161,110 @@ def test_fault27_op_libraries_need_no_cuda_and_no_python_library(library):
     assert needed
     for name in needed:
         assert not re.match(r"lib(cuda|cudart|nvrtc|python|torch_python|torch_cuda|c10)", name)
+
+
+@pytest.mark.parametrize("library", sorted(PACKAGE.glob("*.so")), ids=lambda p: p.stem)
+def test_libraries_hold_no_path_of_the_build_machine(library):
+    assert list(archives.paths_in(library.read_bytes())) == []
+
+
+def test_one_build_serves_every_python():
+    assert [path.name for path in PACKAGE.glob("_host*.so")] == ["_host.abi3.so"]
+    symbols = run("nm", "-D", "--undefined-only", PACKAGE / "_host.abi3.so")
+    names = set(re.findall(r" U (_?Py\w+)", symbols))
+    assert names and not [
+        name for name in names if name.startswith("_Py") and name != "_Py_Dealloc"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("architectures", "code"),
+    [
+        ("80 90a-real", {"sm_80", "compute_80", "sm_90a"}),
+        ("90a-real", {"sm_90a"}),
+        ("", set()),
+    ],
+)
+def test_code_of_architectures(architectures, code):
+    assert archives.code_of(architectures) == code
+
+
+def test_fatbins_are_told_apart():
+    def entry(kind: int, architecture: int, flags: int, size: int) -> bytes:
+        return (
+            struct.pack("<HHIQ12xI8xQ16x", kind, 257, 64, size, architecture, flags) + b"x" * size
+        )
+
+    def fatbin(*entries: bytes) -> bytes:
+        return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, sum(map(len, entries))) + b"".join(entries)
+
+    first = fatbin(entry(2, 80, 0x11, 24), entry(1, 80, 0x8011, 8))
+    image = b"\x7fELF" + first + b"\0" * 9 + fatbin(entry(2, 90, 0x100011, 16)) + b"\0"
+    assert list(archives.fatbins(image)) == ["sm_80", "compute_80", "sm_90a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (b"\0/home/me/kvarn/csrc/torch/ops_cpu.cpp\0", 1),
+        (b"\0file:///work/x/y.h\0", 1),
+        (
+            b"\0csrc/torch/ops_cpu.cpp\0torch/include/torch/csrc/stable/ops.h\0/lib64/ld-linux.so.2",
+            0,
+        ),
+    ],
+)
+def test_paths_of_build_machines_are_seen(text, found):
+    assert len(list(archives.paths_in(text))) == found
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"CUDA_HOME": ""}, "no nvcc found (or CUDA_HOME is empty): building without the CUDA lib"),
+        ({"CUDA_HOME": "/nowhere"}, "CUDA_HOME is /nowhere, without bin/nvcc or "),
+    ],
+)
+def test_a_stated_cuda_home_is_taken_or_refused(environment, words):
+    """No other nvcc is taken in its place."""
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--version"],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert words in done.stdout + done.stderr
+    assert (done.returncode == 0) == (environment["CUDA_HOME"] == "")
+
+
+@pytest.mark.parametrize(
+    ("architectures", "runs", "does_not"),
+    [
+        ("8.0+PTX;9.0a", [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0)], [(7, 5)]),
+        ("9.0a", [(9, 0)], [(8, 0), (8, 9), (10, 0)]),
+        ("8.6", [(8, 6), (8, 9)], [(8, 0), (9, 0)]),
+        ("8.0 10.0f", [(8, 9), (10, 0), (10, 3)], [(9, 0), (12, 0)]),
+        ("Hopper", [(9, 0)], []),
+    ],
+)
+def test_gpus_that_a_library_is_built_for(architectures, runs, does_not):
+    assert [c for c in runs if not _backends.has_code(architectures, c)] == []
+    assert [c for c in does_not if _backends.has_code(architectures, c)] == []
+
+
+def test_an_older_gpu_is_named(monkeypatch):
+    monkeypatch.setattr(_load, "_CUDA_ERROR", None)
+    monkeypatch.setattr(_backends, "CUDA_OPS", frozenset(_backends.OPS))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    build = _host.build_info() | {"cuda_architectures": "8.0+PTX;9.0a"}
+    monkeypatch.setattr(_host, "build_info", lambda: build)
+    assert _backends.why_missing(torch.device("cuda", 0)) == (
+        "cuda:0 (Tesla T4) has compute capability 7.5, and kvarn's CUDA library is built for "
+        "8.0+PTX;9.0a"
+    )
 
 
 def test_fault27_default_architectures_have_ptx():

@@ -25,6 +25,14 @@ inline constexpr int kPlanTokens = 128;    ///< G, at most
 inline constexpr int kPlanChannels = 512;  ///< D, at most
 inline constexpr int kTokenStride = 16;    ///< between the scores of neighbouring tokens
 
+#define KVARN_GROUP_FITS(n) &&n <= kPlanTokens
+#define KVARN_HEAD_DIM_FITS(n) &&n <= kPlanChannels
+static_assert(true KVARN_FOR_EACH_GROUP(KVARN_GROUP_FITS)
+                  KVARN_FOR_EACH_HEAD_DIM(KVARN_HEAD_DIM_FITS),
+              "a new group or head dimension: these four and docs/variants.md");
+#undef KVARN_GROUP_FITS
+#undef KVARN_HEAD_DIM_FITS
+
 /// A unit is the fewest words that hold whole fragments: 1 word for 4 bits (one fragment) and 2
 /// bits (two), 2 words for 8 bits (one), 3 for 3 bits (four).
 constexpr int unit_words(int bits) { return bits == 8 ? 2 : bits == 3 ? 3 : 1; }

@@ -5,11 +5,24 @@
 #include <cstdint>
 
 #include "kvarn/ops.h"
+#include "kvarn/variants.h"
 
 namespace kvarn::cpu {
 
 inline constexpr int kMaxGroup = 128;
 inline constexpr int kMaxHeadDim = 512;
+
+// A row in variants.h alone would overrun the scratch memory, or take codes for those of 8 bits.
+#define KVARN_IS_KNOWN(bits) &&(bits == 2 || bits == 3 || bits == 4 || bits == 8)
+#define KVARN_GROUP_FITS(n) &&n <= kMaxGroup
+#define KVARN_HEAD_DIM_FITS(n) &&n <= kMaxHeadDim
+static_assert(true KVARN_FOR_EACH_BITS(KVARN_IS_KNOWN), "new bits: see docs/variants.md");
+static_assert(true KVARN_FOR_EACH_GROUP(KVARN_GROUP_FITS), "a new group: see docs/variants.md");
+static_assert(true KVARN_FOR_EACH_HEAD_DIM(KVARN_HEAD_DIM_FITS),
+              "a new head dimension: see docs/variants.md");
+#undef KVARN_IS_KNOWN
+#undef KVARN_GROUP_FITS
+#undef KVARN_HEAD_DIM_FITS
 
 /// The keys or the values of a tile, of one head: token g at element `offset + g * token_stride`.
 template <class Pointer>
