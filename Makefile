@@ -2,10 +2,11 @@
 # up the environment .venv by themselves; PYTHON=/path/to/python uses that one as it is instead.
 
 VENV   := .venv
-VENV_VLLM := .venv-vllm
 PYTHON ?= $(VENV)/bin/python
 # Any torch >= 2.11 will do, also one with another index: TORCH="torch --index-url https://..."
 TORCH  ?= torch==2.13.0
+# Versions of vLLM to test the plugin with.
+VLLM   ?= 0.24.0 0.33.0
 # Arguments for the demo, pytest: make test ARGS="-k decode"
 ARGS   ?=
 
@@ -25,7 +26,7 @@ help:
 	@echo "make demo      install into $(VENV), build, and run a real model with a compressed KV cache"
 	@echo "make test      install into $(VENV), build, and run all tests (GPU tests where there is a GPU)"
 	@echo "make test-gpu  the same, but only the tests that need a GPU"
-	@echo "make test-vllm the tests of the vLLM plugin, in $(VENV_VLLM), without a GPU"
+	@echo "make test-vllm the tests of the vLLM plugin with vLLM $(VLLM), without a GPU"
 	@echo "make build     compile the native libraries in place; only what has changed"
 	@echo "make wheel     a wheel and an sdist in dist/, checked"
 	@echo "make check-install  install these for PYTHONS='$(PYTHONS)' and TORCHES='$(TORCHES)'"
@@ -46,11 +47,12 @@ test-gpu: $(call installed,test) build
 	@echo "== Running the GPU tests"
 	@$(PYTHON) -m pytest -m cuda $(ARGS)
 
-# Not those of $(VENV): vLLM without what it needs on a GPU. PYTHON_VLLM=/path/to/python as PYTHON.
-PYTHON_VLLM ?= $(VENV_VLLM)/bin/python
-test-vllm: build $(if $(filter $(VENV_VLLM)/%,$(PYTHON_VLLM)),$(VENV_VLLM)/.test)
-	@echo "== Running the tests of the vLLM plugin"
-	@$(PYTHON_VLLM) -m pytest -c tests/vllm/pytest.ini tests/vllm $(ARGS)
+# Not in $(VENV): vLLM without what it needs on a GPU. PYTHON_VLLM=/path/to/python as PYTHON.
+test-vllm: build $(if $(PYTHON_VLLM),,$(VLLM:%=.venv-vllm-%/.test))
+	@for python in $(or $(PYTHON_VLLM),$(VLLM:%=.venv-vllm-%/bin/python)); do \
+	    echo "== Running the tests of the vLLM plugin ($$python)"; \
+	    $$python -m pytest -c tests/vllm/pytest.ini tests/vllm $(ARGS); \
+	done
 
 # ninja prints whole command lines; show the file that is compiled.
 build: $(call installed,build)
@@ -103,9 +105,9 @@ $(VENV)/.%: $(VENV)/.build pyproject.toml | build
 	@touch $@
 
 # vLLM asks for one version of torch, and for one with CUDA; for these tests any will do.
-$(VENV_VLLM)/.test: tests/vllm/requirements.txt
-	@echo "== Creating $(VENV_VLLM) and installing $(TORCH) and vLLM"
-	@python3 -m venv $(VENV_VLLM)
-	@$(VENV_VLLM)/bin/python -m pip install --disable-pip-version-check $(TORCH) -r $<
-	@$(VENV_VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps vllm==0.24.0
+.venv-vllm-%/.test: tests/vllm/requirements.txt
+	@echo "== Creating $(@D) and installing $(TORCH) and vLLM $*"
+	@python3 -m venv $(@D)
+	@$(@D)/bin/python -m pip install --disable-pip-version-check $(TORCH) -r $<
+	@$(@D)/bin/python -m pip install --disable-pip-version-check --no-deps vllm==$*
 	@touch $@

@@ -21,12 +21,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench import record
+from bench import record, vllm_report
 from bench.tables import (
     Row,
     ceiling_us,
     cells,
     heading,
+    markdown,
     parameters,
     peer_names,
     ratio_text,
@@ -83,13 +84,18 @@ def fill(text: str, results: Path, figures: str) -> str:
         elif match[2] == "serving":
             made = serving_tables(results / "h200" / "serving" / "steps.json")
         elif match[2] == "vllm":
-            made = vllm_table(results / "h200" / "vllm" / "engine.json", figures)
+            made = vllm_report.table(*_vllm(results), figures)
         else:
             made = everything(results / match[2], figures)
         return match[1] + made + match[3]
 
     marked = r"(<!-- bench:(\S+) -->\n).*?(<!-- /bench:\2 -->)"
     return re.sub(marked, section, text, flags=re.DOTALL)
+
+
+def _vllm(results: Path) -> tuple[Path, Path]:
+    """What engines did, and the study that says how exact their caches are."""
+    return results / "h200" / "vllm" / "engine.json", ROOT / "docs" / "accuracy" / "study.json"
 
 
 def runs(folder: Path) -> dict[str, Run]:
@@ -188,11 +194,6 @@ def table(rows: Sequence[Row], *, short: bool = False) -> str:
     return markdown(head, [line(row) for row in rows])
 
 
-def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rows = [head, ["---"] * len(head), *lines]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
-
-
 def scaling_table(folder: Path) -> str:
     """The attention part of the scaling model beside the measured shapes of models, to which it was
     not fitted."""
@@ -269,50 +270,6 @@ def serving_tables(path: Path) -> str:
         ]
         parts.append(f"**The largest batch that fits**\n\n{markdown(head, lines)}")
     return "\n".join(parts)
-
-
-def vllm_table(path: Path, figures: str) -> str:
-    """Decode throughput and capacity of a vLLM engine; ratios to its own 16-bit cache."""
-    if not path.exists():
-        return "Not recorded yet.\n"
-    run = record.load(path)
-    plain = {_vllm_load(row): row for row in run["rows"] if row["case"]["cache"] == "auto"}
-    lines = []
-    for row in sorted(run["rows"], key=lambda row: (-row["case"]["batch"], row["kv_tokens"])):
-        case, base = row["case"], plain.get(_vllm_load(row))
-        ratios = {
-            key: f" ({row[key] / base[key]:.2f}x)" if base and row is not base else ""
-            for key in ("tokens_per_s", "kv_tokens")
-        }
-        lines.append(
-            [
-                f"{case['batch']} x {case['prompt']}",
-                _vllm_cache(row),
-                f"**{row['tokens_per_s']:,.0f}**{ratios['tokens_per_s']}",
-                f"{row['ms_per_step']:.2f}",
-                f"{row['median_step_ms']:.2f}",
-                f"{row['prefill_s']:.2f} s",
-                f"{row['kv_tokens']:,}{ratios['kv_tokens']}",
-            ]
-        )
-    head = (
-        "requests x prompt", "cache", "tokens/s", "ms a step", "median", "prompts", "room, tokens",
-    )  # fmt: skip
-    origin = (
-        f"vLLM {run['vllm']}, {run['gpu']}, torch {run['torch']}, {run['date']}, "
-        f"commit {run['commit']}. {run.get('note', '')}".rstrip()
-    )
-    return f"{markdown(head, lines)}\n![{VLLM_TITLE}]({figures}/{VLLM_FIGURE})\n\n{origin}\n"
-
-
-def _vllm_load(row: Row) -> tuple[int, ...]:
-    """What an engine had to do."""
-    return tuple(row["case"][key] for key in ("batch", "prompt", "new"))
-
-
-def _vllm_cache(row: Row) -> str:
-    case = row["case"]
-    return str(case["dtype"] if case["cache"] == "auto" else case["cache"])
 
 
 def earlier_peers(folder: Path) -> str:
@@ -497,36 +454,6 @@ def roofline_plot(found: dict[str, Run]) -> Plot | None:
     return plot
 
 
-VLLM_FIGURE, VLLM_TITLE = "h200-vllm.svg", "A vLLM engine, Qwen3-8B's shape"
-
-
-def vllm_plot(rows: Sequence[Row], rate: Axes, room: Axes) -> None:
-    """Tokens a second, and the tokens that fit, by cache dtype."""
-    caches = list(dict.fromkeys(_vllm_cache(row) for row in rows))
-    loads = list(dict.fromkeys(_vllm_load(row) for row in rows))
-    colors = dict(
-        zip(caches, ("#bbbbbb", "#4477aa", "#ee6677", "#228833", "#ccbb44"), strict=False)
-    )
-    width = 0.8 / len(caches)
-    for i, cache in enumerate(caches):
-        found = {_vllm_load(row): row for row in rows if _vllm_cache(row) == cache}
-        at = [loads.index(load) + i * width for load in found]
-        heights = [row["tokens_per_s"] for row in found.values()]
-        bars = rate.bar(at, heights, width, label=cache, color=colors[cache])
-        rate.bar_label(bars, fmt="{:,.0f}", fontsize=8)
-        tokens = next(iter(found.values()))["kv_tokens"] / 1e6
-        room.bar_label(
-            room.bar([cache], [tokens], 0.5, color=colors[cache]), fmt="%.2f", fontsize=8
-        )
-    middle = [i + width * (len(caches) - 1) / 2 for i in range(len(loads))]
-    rate.set_xticks(middle, [f"{batch} x {prompt}" for batch, prompt, _ in loads])
-    rate.set_xlabel("requests x prompt")
-    rate.set_ylabel("tokens per second")
-    rate.legend(fontsize=8)
-    room.set_ylabel("million tokens that fit")
-    room.tick_params(axis="x", labelsize=8)
-
-
 PLOTS: dict[str, Callable[[dict[str, Run]], Plot | None]] = {
     "share": share_plot,
     "speedup": speedup_plot,
@@ -562,18 +489,7 @@ def draw(results: Path, out: Path) -> list[str]:
             figure.savefig(path, metadata={"Date": None})
             pyplot.close(figure)
             drawn.append(path.name)
-    engine = results / "h200" / "vllm" / "engine.json"
-    if engine.exists():
-        run = record.load(engine)
-        figure, axes = pyplot.subplots(
-            1, 2, figsize=(8, 3.5), layout="constrained", width_ratios=(2, 1)
-        )
-        vllm_plot(run["rows"], *axes)
-        figure.suptitle(f"{VLLM_TITLE} ({run['gpu']})", fontsize=10)
-        out.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out / VLLM_FIGURE, metadata={"Date": None})
-        pyplot.close(figure)
-        drawn.append(VLLM_FIGURE)
+    drawn += vllm_report.draw(*_vllm(results), out)
     return drawn
 
 

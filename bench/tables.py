@@ -68,3 +68,8 @@ def skipped_peers(rows: Sequence[Row]) -> list[str]:
         f"{name}, {', '.join(dict.fromkeys(ops))} ({len(ops)} cases): {reason}"
         for (name, reason), ops in cases.items()
     ]
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"

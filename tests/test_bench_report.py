@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import report
+from bench import report, vllm_report
 from bench.ops.decode_attention import _cuda_cases, sequence_lengths
 from kvarn import Format
 
@@ -240,10 +240,10 @@ def test_whole_decode_steps(tmp_path):
     assert "| 36 | 16384 | 128.0 GiB | **220** | 221 | 55 | 4.00 |" in text
 
 
-def test_a_vllm_engine(tmp_path):
-    """Ratios are to the 16-bit cache of the same load."""
+@pytest.fixture
+def engines(tmp_path):
+    """The results of a vLLM engine with three caches; two runs of one load."""
     path = tmp_path / "h200" / "vllm" / "engine.json"
-    assert report.vllm_table(path, "figures") == "Not recorded yet.\n"
     path.parent.mkdir(parents=True)
     rows = [
         {
@@ -251,21 +251,80 @@ def test_a_vllm_engine(tmp_path):
             "op": "vllm", "format": None, "kv_tokens": tokens, "tokens_per_s": rate * b,
             "ms_per_step": 1e3 / rate, "median_step_ms": 9.0, "prefill_s": 1.5, "steps": 200,
         }
-        for cache, tokens, rates in (("auto", 1000, (40.0, 80.0)), (NAME, 4300, (100.0, 120.0)))
-        for b, p, rate in ((64, 8192, rates[0]), (16, 16384, rates[1]))
+        for cache, tokens, rates in (
+            (NAME, 4300, (100.0, 120.0)), ("auto", 1000, (40.0, 80.0)), ("other", 2000, (50.0,)),
+        )
+        for b, p, rate in zip((64, 16), (8192, 16384), rates, strict=False)
     ]  # fmt: skip
+    again = rows[0] | {"tokens_per_s": 6600.0, "case": rows[0]["case"] | {"run": 2}}
+    many = rows[2] | {"decoding": 95.4, "case": rows[2]["case"] | {"batch": 256}}
     machine = {"gpu": "G", "torch": "3", "date": "4", "commit": "5", "vllm": "6", "note": "Once."}
-    path.write_text(json.dumps({**machine, "rows": rows}))
-    text = report.vllm_table(path, "figures")
-    assert "| 64 x 8192 | float16 | **2,560** | 25.00 | 9.00 | 1.50 s | 1,000 |" in text
+    path.write_text(json.dumps({**machine, "rows": [*rows, again, many]}))
+    return path
+
+
+@pytest.fixture
+def study(tmp_path):
+    """Of one cache: KL is the mean from token 256 on, in blocks of 64."""
+    path = tmp_path / "study.json"
+    case = {
+        "name": "k4v2 unbiased", "family": "unbiased", "bits": 3.5625, "recent_blocks": 0,
+        "segments": {"a": {"kl": [9.0] * 4 + [0.01, 0.02]}, "b": {"kl": [9.0] * 4 + [0.03]}},
+    }  # fmt: skip
+    settings = {"settings": {"first": 256, "block": 64}}
+    path.write_text(json.dumps({"settings": settings, "case-k4v2-unbiased": case}))
+    return path
+
+
+def test_engines_of_vllm(engines, study):
+    """Ratios are to the 16-bit cache of the same load; runs are averaged."""
+    text = vllm_report.table(engines, study, "figures")
+    assert "| 64 x 8192 | float16 | 64 | **2,560** | 25.00 | 9.00 | 1.50 s | 1,000 | 0 |" in text
     assert (
-        f"| 64 x 8192 | {NAME} | **6,400** (2.50x) | 10.00 | 9.00 | 1.50 s | 4,300 (4.30x)" in text
+        f"| 64 x 8192 | {NAME} | 64 | **6,500** (2.54x); 2 runs, 6,400-6,600 | 10.00 | 9.00 "
+        "| 1.50 s | 4,300 (4.30x) | 0.0200 |" in text
     )
-    assert f"| 16 x 16384 | {NAME} | **1,920** (1.50x) |" in text
+    assert f"| 16 x 16384 | {NAME} | 16 | **1,920** (1.50x) |" in text
+    assert "| 64 x 8192 | other | 64 | **3,200** (1.25x) |" in text
+    assert "| 1.50 s | 2,000 (2.00x) |  |" in text
+    assert "| 256 x 8192 | float16 | 95 |" in text
     assert text.endswith("vLLM 6, G, torch 3, 4, commit 5. Once.\n")
-    assert report.VLLM_FIGURE in text
-    assert report.draw(tmp_path, tmp_path / "drawn") == [report.VLLM_FIGURE]
-    assert (tmp_path / "drawn" / report.VLLM_FIGURE).stat().st_size > 1000
+    assert f"(figures/{vllm_report.FIGURE})" in text
+    assert "\n- 64 x 8192: at least 2.0x; 2.54x, met\n" in text
+    assert "\n- 16 x 16384: at least 1.6x; 1.50x, missed\n" in text
+    assert "\n- 256 x 8192: at least 3.0x; not measured\n" in text
+    assert "\n- room: at least 4.3x; 4.30x, met\n" in text
+    order = [line.split(" | ")[:2] for line in text.splitlines() if line.startswith("| ")]
+    assert [load for load, _ in order if load not in ("| requests x prompt", "| ---")] == [
+        "| 16 x 16384", "| 16 x 16384", "| 64 x 8192", "| 64 x 8192", "| 64 x 8192", "| 256 x 8192",
+    ]  # fmt: skip
+
+
+def test_the_study_says_how_exact_a_cache_is(study):
+    assert vllm_report.divergence(NAME, study) == pytest.approx(0.02)
+    assert vllm_report.divergence("kvarn_k4v4_g128", study) is None  # not in this study
+    assert vllm_report.divergence("kvarn_k4v2_g64", study) is None  # the study is of 128
+    recorded = report.ROOT / "docs" / "accuracy" / "study.json"
+    assert (
+        "| k4v2 unbiased | 3.56 | 3.85 | 0.0078"
+        in (recorded.parents[1] / "accuracy.md").read_text()
+    )
+    assert f"{vllm_report.divergence(NAME, recorded):.4f}" == "0.0078"
+    assert f"{vllm_report.divergence('fp8', recorded):.4f}" == "0.0013"
+
+
+def test_figure_of_engines(engines, study, tmp_path):
+    out = tmp_path / "drawn"
+    assert vllm_report.draw(engines, study, out) == [vllm_report.FIGURE]
+    text = (out / vllm_report.FIGURE).read_text()
+    for words in ("KL 0.0200", "KL 0", "other", "million tokens that fit", "256 x 8192"):
+        assert f"<!-- {words} -->" in text, words
+    assert report.draw(tmp_path, out) == [vllm_report.FIGURE]
+
+
+def test_no_engines(tmp_path):
+    assert vllm_report.table(tmp_path / "no", tmp_path, "figures") == "Not recorded yet.\n"
+    assert vllm_report.draw(tmp_path / "no", tmp_path, tmp_path) == []
 
 
 def test_rates_of_an_engine():
@@ -276,10 +335,10 @@ def test_rates_of_an_engine():
     moments = [vllm.Moment(1.0, 1, 1, 0)]
     moments += [vllm.Moment(2.0 + 0.5 * i, 2 + 2 * i, 2, 0) for i in range(20)]
     moments += [vllm.Moment(99.0, 42, 2, 1)]
-    found = vllm.summary(moments, 2)
+    found = vllm.summary(moments)
     assert found == {
         "tokens_per_s": 4.0, "ms_per_step": 500.0, "median_step_ms": 500.0, "steps": 15,
-        "prefill_s": 2.0,
+        "decoding": 2.0, "prefill_s": 2.0,
     }  # fmt: skip
     with pytest.raises(ValueError, match="1 steps in which all requests decode"):
-        vllm.summary(moments[:2], 2)
+        vllm.summary(moments[:2])

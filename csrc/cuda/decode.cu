@@ -26,6 +26,9 @@ namespace {
 
 constexpr int64_t kMaxInt = 2147483647;
 constexpr int64_t kAlignment = 16;
+/// Beginning and ending an item takes a warp as long as so many tiles: the code for it, unlike that
+/// of tiles, is seldom in the instruction cache.
+constexpr int kItemUnits = 4;
 constexpr int kMaxGroup = 128;
 
 /// A number that is different for every call, and that nothing in memory has by chance. (A graph
@@ -281,6 +284,7 @@ Status decode_attention(const DecodeParams& p) {
     plan.staged_units =
         (4u * static_cast<unsigned>(f.head_dim) << 16) / static_cast<unsigned>(plan.layout.bytes);
   }
+  if (plan.split_tiles == 0 && workspace.bytes() > 0) plan.item_units = kItemUnits;
   plan.records_aligned = is_aligned(p.kv.cache.data) && are_aligned(p.kv.cache.stride, 1);
   plan.staging_aligned = is_aligned(p.kv.staging.data) && are_aligned(p.kv.staging.stride, 2);
   plan.q_aligned = is_aligned(p.q) && are_aligned(p.q_stride, 2);

@@ -130,7 +130,7 @@ class Feeder {
     if (next_ < end_) {
       find(cursor);
     } else {
-      cursor.next(p_, plan_);
+      cursor.next(p_, plan_, shared_.division);
       open(cursor);
     }
   }

@@ -9,18 +9,13 @@
 
 namespace kvarn::cuda {
 
-/// States of the same rows in memory, to be added up in this order: one of them elsewhere than the
-/// others, which are `stride` vectors apart.
+/// States of the same rows in memory, to be added up in this order: one, and others that are
+/// `stride` vectors apart.
 struct Pieces {
   const float4* first;
+  const float4* rest;
   int64_t stride;
-  int count;
-  const float4* other;
-  int other_index;
-
-  __device__ __forceinline__ const float4* operator[](int i) const {
-    return i == other_index ? other : first + i * stride;
-  }
+  int count;  ///< of all
 };
 
 /// One float4 column of a sum of states, with the rows' tops and sums.
@@ -45,19 +40,24 @@ template <int kAtOnce, int kDim, int kBlocks>
 __device__ __forceinline__ JoinedColumn join_column(const Pieces& pieces, int column, int lane) {
   using State = device::SoftmaxState<kDim, kBlocks>;
   const int row_column = kBlocks * State::kTiles + column / State::kTiles;
+  const int rows = row_column * kWarpLanes + lane;
+  const int outs = column * kWarpLanes + lane;
   const float none = device::negative_infinity();
   JoinedColumn to{{0.f, 0.f, 0.f, 0.f}, {none, none}, {0.f, 0.f}};
+  const float4* first = pieces.first;
+  const float4* rest = pieces.rest;
+  int left = pieces.count;
 #pragma unroll 1
-  for (int first = 0; first < pieces.count; first += kAtOnce) {
+  for (;;) {
     float4 v[kAtOnce], row[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       row[i] = {none, none, 0.f, 0.f};
       v[i] = {0.f, 0.f, 0.f, 0.f};
-      if (first + i < pieces.count) {
-        const float4* const at = pieces[first + i] + lane;
-        row[i] = load_piece(at + row_column * kWarpLanes);
-        v[i] = load_piece(at + column * kWarpLanes);
+      if (i < left) {
+        const float4* const at = i == 0 ? first : rest + (i - 1) * pieces.stride;
+        row[i] = load_piece(at + rows);
+        v[i] = load_piece(at + outs);
       }
     }
     float most[2] = {to.top[0], to.top[1]};
@@ -87,8 +87,11 @@ __device__ __forceinline__ JoinedColumn join_column(const Pieces& pieces, int co
       to.out.z += v[i].z * a;
       to.out.w += v[i].w * b;
     }
+    left -= kAtOnce;
+    if (left <= 0) return to;
+    first = rest + (kAtOnce - 1) * pieces.stride;
+    rest = first + pieces.stride;
   }
-  return to;
 }
 
 /// Finishes and writes a column of the result.
@@ -119,20 +122,13 @@ __device__ __forceinline__ void raise_flag(const DecodePlan& plan, uint64_t* fla
   asm volatile("st.release.gpu.u64 [%0], %1;" ::"l"(flag), "l"(plan.launch) : "memory");
 }
 
-/// Waits until all of `count` flags, `stride` apart, are raised, and takes them down: the same
-/// launch may be played again. A warp. Who waits has the last piece of an item: blocks start in
-/// their order, so that those who have the others run or have ended.
-__device__ __forceinline__ void wait_for_flags(const DecodePlan& plan, uint64_t* flags,
-                                               int64_t stride, int count, int lane) {
-  for (int i = lane; i < count; i += kWarpLanes) {
-    uint64_t* const flag = flags + i * stride;
-    uint64_t value;
-    do {
-      asm volatile("ld.acquire.gpu.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
-    } while (value != plan.launch);
-    *flag = 0;
-  }
-  __syncwarp();
+/// Waits until a flag is raised. Who waits has the last piece of an item: blocks start in their
+/// order, so that those who have the others run or have ended.
+__device__ __forceinline__ void wait_for_flag(const DecodePlan& plan, const uint64_t* flag) {
+  uint64_t value;
+  do {
+    asm volatile("ld.acquire.gpu.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+  } while (value != plan.launch);
 }
 
 /// With splits: the warp goes through its share again and adds up, for its rows, what is kept of
@@ -140,7 +136,8 @@ __device__ __forceinline__ void wait_for_flags(const DecodePlan& plan, uint64_t*
 /// do.)
 template <int kDim, int kBlocks>
 __device__ __forceinline__ void join_units(const DecodeParams& p, const DecodePlan& plan,
-                                           Cursor cursor, int part, int lane) {
+                                           const Division& division, Cursor cursor, int part,
+                                           int lane) {
   using State = device::SoftmaxState<kDim, kBlocks>;
   constexpr int kStateVectors = State::kVectors * kWarpLanes;
   constexpr int kAtOnce = kDim < 256 && kBlocks == 1 ? 8 : 4;
@@ -150,20 +147,26 @@ __device__ __forceinline__ void join_units(const DecodeParams& p, const DecodePl
     if (!cursor.begins_item() && cursor.ends_item()) {
       const int units = cursor.work.units;
       const int64_t first = cursor.item_start * parts + part;
-      wait_for_flags(plan, plan.flags + first, parts, units - 1, lane);
+      for (int i = lane; i < units - 1; i += kWarpLanes) {
+        uint64_t* const flag = plan.flags + first + int64_t{i} * parts;
+        wait_for_flag(plan, flag);
+        *flag = 0;  // the same launch may be played again
+      }
+      __syncwarp();
       const RowPlace place(p, plan, cursor.seq, cursor.head, cursor.row_block, part,
                            kBlocks * device::kBlockRows);
 #pragma unroll 1
       for (int column = 0; column < kBlocks * State::kTiles; ++column) {
-        const Pieces pieces{plan.pieces + first * kStateVectors, parts * kStateVectors, units,
-                            nullptr, -1};
+        const float4* const at = plan.pieces + first * kStateVectors;
+        const int64_t stride = int64_t{parts} * kStateVectors;
+        const Pieces pieces{at, at + stride, stride, units};
         write_column<kDim, kBlocks>(p, plan, place, column,
                                     join_column<kAtOnce, kDim, kBlocks>(pieces, column, lane),
                                     lane);
       }
     }
     if (cursor.count == cursor.left) return;
-    cursor.next(p, plan);
+    cursor.next(p, plan, division);
   }
 }
 
@@ -180,10 +183,11 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
   using State = device::SoftmaxState<kDim, kBlocks>;
   constexpr int kStateVectors = State::kVectors * kWarpLanes;
   constexpr int kColumns = kBlocks * State::kTiles;
-  constexpr int kAtOnce =
-      kDim < 256 && kBlocks == 1 ? 18 : 4;  // 8 KV heads on 132 multiprocessors: 18 pieces
-  constexpr int kFront = 0;  // pieces of a block that others add up or add to: of its first item,
-  constexpr int kBack = 1;   // and of its last, if that begins here
+  // More at once is more code to fetch, which takes longer than the loads.
+  constexpr int kOfBlocks = kDim < 256 && kBlocks == 1 ? 8 : 4;
+  constexpr int kOfWarps = 4;  // from shared memory
+  constexpr int kFront = 0;    // pieces of a block that others add up or add to: of its first item,
+  constexpr int kBack = 1;     // and of its last, if that begins here
   const int warp = own_warp();
   const int parts = plan.row_parts;
   const auto block_piece = [&](int64_t block, int which) {
@@ -206,18 +210,16 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
   const auto first_team = [&](int b) {
     return teams_before(b) == 0 ? 0 : 31 - __clz(teams_before(b));
   };
-  const auto pieces_of = [&](int b) {
+  // The part that ended an item is in the workspace.
+  const auto pieces_of = [&](int b, int part) {
     const int from = first_team(b);
-    return Pieces{last_pieces + from * parts * kStateVectors, parts * kStateVectors,
-                  b - from + (b < teams ? 1 : 0),
-                  plan.warp_pieces +
-                      (static_cast<int64_t>(blockIdx.x) * kDecodeWarps + b * parts) * kStateVectors,
-                  b - from};
-  };
-  const auto part_of = [&](Pieces pieces, int part) {
-    pieces.first += part * kStateVectors;
-    pieces.other += part * kStateVectors;
-    return pieces;
+    const int stride = parts * kStateVectors;
+    const float4* const cut = last_pieces + (from * parts + part) * kStateVectors;
+    if (b == teams) return Pieces{cut, cut + stride, stride, b - from};
+    return Pieces{
+        plan.warp_pieces +
+            (static_cast<int64_t>(blockIdx.x) * kDecodeWarps + b * parts + part) * kStateVectors,
+        cut, stride, b - from + 1};
   };
 
   const bool back_is_cut = shared.share[teams - 1].cut_at_end;
@@ -228,13 +230,13 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
 #pragma unroll 1
   for (int which = kFront; which <= kBack; ++which) {
     if (which == kFront ? !front_ends && !one_item : !back_is_cut || one_item) continue;
-    const Pieces pieces = pieces_of(which == kFront && front_ends ? front_run : teams);
+    const int border = which == kFront && front_ends ? front_run : teams;
 #pragma unroll 1
     for (int i = warp; i < parts * kColumns; i += kDecodeWarps) {
       const int part = i / kColumns;
       const int column = i % kColumns;
       const JoinedColumn joined =
-          join_column<kAtOnce, kDim, kBlocks>(part_of(pieces, part), column, lane);
+          join_column<kOfWarps, kDim, kBlocks>(pieces_of(border, part), column, lane);
       float4* const to = block_piece(blockIdx.x, which) + part * kStateVectors + lane;
       to[column * kWarpLanes] = joined.out;
       if (column % State::kTiles == 0) {
@@ -253,11 +255,13 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
 #pragma unroll 1
     for (int part = 0; part < parts; ++part, ++task) {
       if (task % kDecodeWarps != warp) continue;
-      const Pieces pieces = part_of(pieces_of(b), part);
+      const Pieces pieces = pieces_of(b, part);
       State state;
       state.clear();
 #pragma unroll 1
-      for (int k = 0; k < pieces.count; ++k) state.merge(pieces[k], lane);
+      for (int k = 0; k < pieces.count; ++k) {
+        state.merge(k == 0 ? pieces.first : pieces.rest + (k - 1) * pieces.stride, lane);
+      }
       write_rows(p, plan, rows_of(shared.share[b].first, part), lane, state);
     }
   }
@@ -265,22 +269,25 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
   if (!front_ends) return;
   const int from = shared.front_block;
   const int count = static_cast<int>(blockIdx.x) - from + 1;
-  if (warp == 0) {
-    // The first block has the item as its last.
-    wait_for_flags(plan, plan.flags + int64_t{from} * 2 + kBack, 1, 1, lane);
-    wait_for_flags(plan, plan.flags + int64_t{from + 1} * 2 + kFront, 2, count - 2, lane);
-  }
-  __syncthreads();
-  const Pieces pieces{block_piece(from, kFront), 2 * parts * kStateVectors, count,
-                      block_piece(from, kBack), 0};
+  // The first block has the item as its last.
+  const auto flag_of = [&](int i) {
+    return plan.flags + int64_t{from + i} * 2 + (i == 0 ? kBack : kFront);
+  };
+  for (int i = lane; i < count - 1; i += kWarpLanes) wait_for_flag(plan, flag_of(i));
+  __syncwarp();
 #pragma unroll 1
   for (int i = warp; i < parts * kColumns; i += kDecodeWarps) {
     const int part = i / kColumns;
     const int column = i % kColumns;
-    write_column<kDim, kBlocks>(
-        p, plan, rows_of(shared.share[0].first, part), column,
-        join_column<kAtOnce, kDim, kBlocks>(part_of(pieces, part), column, lane), lane);
+    const Pieces pieces{block_piece(from, kBack) + part * kStateVectors,
+                        block_piece(from + 1, kFront) + part * kStateVectors,
+                        int64_t{2} * parts * kStateVectors, count};
+    write_column<kDim, kBlocks>(p, plan, rows_of(shared.share[0].first, part), column,
+                                join_column<kOfBlocks, kDim, kBlocks>(pieces, column, lane), lane);
   }
+  __syncthreads();  // all have seen the flags
+  // The same launch may be played again.
+  for (int i = static_cast<int>(threadIdx.x); i < count - 1; i += kDecodeThreads) *flag_of(i) = 0;
 }
 
 }  // namespace kvarn::cuda

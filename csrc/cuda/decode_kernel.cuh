@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       device::barrier_init(&shared.full[i], device::RingCopy::kArrivals);
       if (plan.row_parts > 1) {
         device::barrier_init(&shared.told[i], 1);
-        device::barrier_init(&shared.empty[i], plan.row_parts);
+        device::barrier_init(&shared.empty[i], plan.row_parts * kWarpLanes);
       }
     }
     device::barrier_init_fence();
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
         feeder.replace();
         --run;
       } else {
-        if (plan.row_parts > 1 && lane == 0) device::barrier_arrive(&shared.empty[at]);
+        if (plan.row_parts > 1) device::barrier_arrive(&shared.empty[at]);
         if (part == 0) feeder.use_up();
       }
       if (++turn == 2 * plan.stages) turn = 0;
@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     if (team >= teams) return;
     Cursor cursor;
     cursor.start(p, plan, shared.division, shared.scan, chunk, shared.division.share_of(team));
-    join_units<kDim, kBlocks>(p, plan, cursor, part, lane);
+    join_units<kDim, kBlocks>(p, plan, shared.division, cursor, part, lane);
     return;
   }
   __syncthreads();  // the rings are free

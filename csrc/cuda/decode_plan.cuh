@@ -61,6 +61,7 @@ struct DecodePlan {
   int window;                ///< window_left; -1: none
   int split_tiles;           ///< 0: units are tiles
   unsigned staged_units;     ///< 2^16 units a token of an open tile; 0: each tile is one unit
+  int item_units;            ///< what an item's begin and end count, in a ragged batch
   bool records_aligned;
   bool staging_aligned;
   bool q_aligned;
@@ -124,8 +125,9 @@ __device__ __forceinline__ int query_begin(const DecodeParams& p, int64_t seq) {
   return static_cast<int>(p.cu_query_lens.data != nullptr ? p.cu_query_lens[seq] : seq);
 }
 
+/// more: units that an item counts beyond its tiles.
 __device__ __forceinline__ SequenceWork sequence_work(const DecodeParams& p, const DecodePlan& plan,
-                                                      int64_t seq) {
+                                                      int64_t seq, int more) {
   SequenceWork w;
   const int64_t length = p.kv.seq_lens[seq];
   w.length = static_cast<int>(length < 0 ? 0 : length > p.max_seq_len ? p.max_seq_len : length);
@@ -147,7 +149,7 @@ __device__ __forceinline__ SequenceWork sequence_work(const DecodeParams& p, con
     w.unit_tiles = plan.split_tiles * max((splits + kMaxSplits - 1) / kMaxSplits, 1);
     w.units = (w.end_tile + w.unit_tiles - 1) / w.unit_tiles - w.first_tile / w.unit_tiles;
   }
-  w.units = max(w.units, 1);
+  w.units = max(w.units, 1) + more;
   const int rows = 1 << plan.rows_shift;
   w.row_blocks = (w.queries * plan.heads_per_kv + rows - 1) >> plan.rows_shift;
   return w;
@@ -189,6 +191,7 @@ struct Division {
   unsigned shares;
   int teams;  ///< of a block that have a share (those of the last one with shares may be fewer)
   uint64_t inverse;  ///< 2^64 / shares, rounded up; 0: a share is a unit
+  int item_units;    ///< of plan, or 0
 
   /// Of a team of the block.
   __device__ __forceinline__ unsigned share_of(int team) const {
@@ -211,10 +214,10 @@ struct Division {
   }
 };
 
-/// Units of the sequences before those of each thread.
 struct SequenceScan {
-  int64_t before[kDecodeThreads];
-  int64_t warp_total[kDecodeWarps];
+  int64_t before[kDecodeThreads];  ///< units of the sequences before those of each thread
+  int64_t units_of_warp[kDecodeWarps];
+  int64_t items_of_warp[kDecodeWarps];
 };
 
 __device__ __forceinline__ int64_t inclusive_scan(int64_t x, int lane) {
@@ -233,43 +236,55 @@ __device__ __forceinline__ void divide(const DecodeParams& p, const DecodePlan& 
   const int lane = threadIdx.x % kWarpLanes;
   const int64_t first = static_cast<int64_t>(threadIdx.x) * chunk;
   const int64_t end = min(first + chunk, p.kv.seqs);
-  const SequenceWork front = sequence_work(p, plan, 0);
+  const SequenceWork front = sequence_work(p, plan, 0, 0);
   bool equal = true;
-  int64_t mine = 0;
+  int64_t units = 0;
+  int64_t items = 0;
+#pragma unroll 1
   for (int64_t seq = first; seq < end; ++seq) {
-    const SequenceWork w = sequence_work(p, plan, seq);
-    mine += w.items(p.kv.kv_heads) * w.units;
+    const SequenceWork w = sequence_work(p, plan, seq, 0);
+    units += w.items(p.kv.kv_heads) * w.units;
+    items += w.items(p.kv.kv_heads);
     equal = equal && w.units == front.units && w.row_blocks == front.row_blocks;
   }
-  const int64_t upto = inclusive_scan(mine, lane);
-  if (lane == kWarpLanes - 1) scan.warp_total[warp] = upto;
   equal = __syncthreads_and(equal);
-  int64_t before = upto - mine;
+  const auto scanned = [&](int64_t own, int64_t (&of_warp)[kDecodeWarps], int64_t& all) {
+    const int64_t upto = inclusive_scan(own, lane);
+    if (lane == kWarpLanes - 1) of_warp[warp] = upto;
+    __syncthreads();
+    int64_t before = upto - own;
+    all = 0;
 #pragma unroll
-  for (int w = 0; w < kDecodeWarps; ++w) {
-    if (w < warp) before += scan.warp_total[w];
+    for (int w = 0; w < kDecodeWarps; ++w) {
+      if (w == warp) before += all;
+      all += of_warp[w];
+    }
+    return before;
+  };
+  Division d;
+  int64_t before = scanned(units, scan.units_of_warp, d.units);
+  d.teams = plan.teams;
+  d.shares = gridDim.x * static_cast<unsigned>(plan.teams);
+  d.inverse = plan.inverse_shares;
+  d.item_units = 0;
+  if (!equal && d.units >= d.shares && plan.item_units > 0) {
+    int64_t all_items;
+    d.item_units = plan.item_units;
+    before += d.item_units * scanned(items, scan.items_of_warp, all_items);
+    d.units += d.item_units * all_items;
+  }
+  if (d.units < d.shares) {
+    // Few units: over as many blocks as possible.
+    d.shares = static_cast<unsigned>(d.units);
+    d.inverse = 0;
+    d.teams = static_cast<int>(max((d.shares + gridDim.x - 1) / gridDim.x, 1u));
+  } else if (equal && plan.aligned_shares > 0) {
+    // Some blocks less, but none waits for another's part of an item.
+    d.shares = plan.aligned_shares;
+    d.inverse = plan.inverse_aligned;
   }
   scan.before[threadIdx.x] = before;
-  if (threadIdx.x == 0) {
-    Division d;
-    d.units = 0;
-#pragma unroll
-    for (int w = 0; w < kDecodeWarps; ++w) d.units += scan.warp_total[w];
-    d.teams = plan.teams;
-    d.shares = gridDim.x * static_cast<unsigned>(plan.teams);
-    d.inverse = plan.inverse_shares;
-    if (d.units < d.shares) {
-      // Few units: over as many blocks as possible.
-      d.shares = static_cast<unsigned>(d.units);
-      d.inverse = 0;
-      d.teams = static_cast<int>(max((d.shares + gridDim.x - 1) / gridDim.x, 1u));
-    } else if (equal && plan.aligned_shares > 0) {
-      // Some blocks less, but none waits for another's part of an item.
-      d.shares = plan.aligned_shares;
-      d.inverse = plan.inverse_aligned;
-    }
-    division = d;
-  }
+  if (threadIdx.x == 0) division = d;
   __syncthreads();
 }
 
@@ -292,15 +307,18 @@ struct Cursor {
                                         unsigned share) {
     const int64_t begin = d.share_begin(share);
     left = static_cast<int>(d.share_begin(share + 1) - begin);
-    // The last thread whose sequences begin at or before `begin`.
-    int owner = 0;
-#pragma unroll
-    for (int step = kDecodeThreads / 2; step > 0; step /= 2) {
-      if (scan.before[owner + step] <= begin) owner += step;
-    }
+    // The last thread whose sequences begin at or before `begin`: first of every eighth, then of
+    // eight.
+    const auto last_of = [&](bool is) {
+      return 31 - __clz(static_cast<int>(__ballot_sync(device::kAllLanes, is)));
+    };
+    constexpr int kStep = kDecodeThreads / kWarpLanes;
+    const int lane = static_cast<int>(threadIdx.x % kWarpLanes);
+    int owner = kStep * last_of(scan.before[kStep * lane] <= begin);
+    owner += last_of(lane < kStep && scan.before[owner + lane] <= begin);
     int64_t before = scan.before[owner];
     for (seq = owner * chunk;; ++seq) {
-      work = sequence_work(p, plan, seq);
+      work = sequence_work(p, plan, seq, d.item_units);
       const int64_t units = work.items(p.kv.kv_heads) * work.units;
       if (before + units > begin) break;
       before += units;
@@ -320,7 +338,8 @@ struct Cursor {
   }
 
   /// To the next piece; count == left: there is none.
-  __device__ __forceinline__ void next(const DecodeParams& p, const DecodePlan& plan) {
+  __device__ __forceinline__ void next(const DecodeParams& p, const DecodePlan& plan,
+                                       const Division& d) {
     left -= count;
     unit += count;
     if (unit == work.units) {
@@ -331,7 +350,7 @@ struct Cursor {
         if (++head == p.kv.kv_heads) {
           head = 0;
           do {
-            work = sequence_work(p, plan, ++seq);
+            work = sequence_work(p, plan, ++seq, d.item_units);
           } while (work.row_blocks == 0);
         }
       }

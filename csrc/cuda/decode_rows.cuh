@@ -45,7 +45,7 @@ struct RowPlace {
   __device__ __forceinline__ RowsVisible<kBlocks> rows_visible(const DecodeParams& p,
                                                                const DecodePlan& plan,
                                                                int lane) const {
-    const int length = sequence_work(p, plan, seq).length;
+    const int length = sequence_work(p, plan, seq, 0).length;
     RowsVisible<kBlocks> v;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
@@ -95,6 +95,20 @@ struct QueryWords {
     }
   }
 
+  /// The largest magnitude; NaN if there is one.
+  __device__ __forceinline__ float largest(DType dtype, int block) const {
+    uint32_t pair = 0;
+#pragma unroll
+    for (int j = 0; j < kDim / 32; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) pair = __vmaxu2(pair, w[block][j][i] & 0x7fff7fffu);
+    }
+    const uint32_t most = max(pair & 0xffffu, pair >> 16);
+    return dtype == DType::kFloat16
+               ? __half2float(__ushort_as_half(static_cast<unsigned short>(most)))
+               : __int_as_float(static_cast<int>(most << 16));
+  }
+
   /// Channel 32j + 8t + i as v[8j + i].
   __device__ __forceinline__ void to_float(DType dtype, int block, float (&v)[kDim / 4]) const {
 #pragma unroll
@@ -127,7 +141,7 @@ __device__ __forceinline__ void pack_query(const float (&v)[kDim / 4],
 template <int kBlocks>
 __device__ __forceinline__ void open_item(const DecodeParams& p, const DecodePlan& plan,
                                           const RowPlace& place, WarpRows<kBlocks>& rows) {
-  const int length = sequence_work(p, plan, place.seq).length;
+  const int length = sequence_work(p, plan, place.seq, 0).length;
   const int last = min(place.first + kBlocks * device::kBlockRows, place.count) - 1;
   rows.seen = {{0, 0}, {0, 0}};
   if (place.first < place.count) {

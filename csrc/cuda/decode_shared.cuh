@@ -56,7 +56,7 @@ struct DecodeShared {
   Division division;
   device::Barrier told[kMaxStages];   ///< tile (and piece) say what the stage will hold
   device::Barrier full[kMaxStages];   ///< it does
-  device::Barrier empty[kMaxStages];  ///< all have read it
+  device::Barrier empty[kMaxStages];  ///< all lanes of all warps have read it
   StageTile tile[kMaxStages];
   StagePiece piece[kMaxStages];      ///< of first tiles
   StagePiece current[kDecodeWarps];  ///< of each warp

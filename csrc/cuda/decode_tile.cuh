@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "cuda/decode_rows.cuh"
+#include "device/rotate_query.cuh"
 
 namespace kvarn::cuda {
 
@@ -379,30 +380,41 @@ struct TileWorker {
     const bool bfloat16 = !rotated && p.kv.staging.dtype == DType::kBFloat16;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      float v[kDim / 4];
-      words.to_float(p.dtype, b, v);
-      float most = 0.f;
-#pragma unroll
-      for (int i = 0; i < kDim / 4; ++i) most = fmaxf(most, fabsf(v[i]));
+      float most = words.largest(p.dtype, b);
       most = fmaxf(most, __shfl_xor_sync(device::kAllLanes, most, 1));
       most = fmaxf(most, __shfl_xor_sync(device::kAllLanes, most, 2));
       const int exponent = max(__float_as_int(most) >> 23, 64);
-      float normalizer = copysignf(__int_as_float((257 - exponent) << 23), p.sm_scale);
+      const float normalizer = copysignf(__int_as_float((257 - exponent) << 23), p.sm_scale);
       const float inverse = __int_as_float((exponent - 3) << 23);
       const float scale = fmaxf(fabsf(p.sm_scale) * inverse * device::kLog2e,
                                 1.17549435e-38f);  // never -infinity * 0
+      float of_row[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        rows.scale[b][i] = __shfl_sync(device::kAllLanes, scale, 4 * (2 * (lane % 4) + i));
+        const int from = 4 * (2 * (lane % 4) + i);
+        rows.scale[b][i] = __shfl_sync(device::kAllLanes, scale, from);
+        of_row[i] = __shfl_sync(device::kAllLanes, normalizer, from);
       }
-      if (rotated) {
+      constexpr bool kByProduct = kDim < 256;  // beyond, its operands do not fit the registers
+      if (kByProduct && rotated) {
+        if (p.dtype == DType::kFloat16) {
+          device::rotate_query<false, kDim>(words.w[b], of_row, lane, query.b[b]);
+        } else {
+          device::rotate_query<true, kDim>(words.w[b], of_row, lane, query.b[b]);
+        }
+        continue;
+      }
+      float v[kDim / 4];
+      words.to_float(p.dtype, b, v);
+      float factor = normalizer;
+      if (!kByProduct && rotated) {
         device::butterfly_registers<1, kDim / 4>(v);
         device::butterfly_lanes<1, 4>(v, lane);
-        normalizer *= device::orthonormal_scale(kDim);
+        factor *= device::orthonormal_scale(kDim);
       }
 #pragma unroll
       for (int i = 0; i < kDim / 4; ++i) {
-        v[i] *= normalizer;
+        v[i] *= factor;
         if (part == 1) v[i] -= __bfloat162float(__float2bfloat16_rn(v[i]));
       }
       if (bfloat16) {

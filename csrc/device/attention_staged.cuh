@@ -18,16 +18,6 @@ inline constexpr int kStagedTokens = kFragmentDim;
 
 constexpr KVARN_HD int staged_bytes(int head_dim) { return 2 * kStagedTokens * head_dim * 2; }
 
-template <bool kBFloat16>
-__device__ __forceinline__ uint32_t pack_pair(float low, float high) {
-  if constexpr (kBFloat16) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(pair);
-  } else {
-    return pack_half2(low, high);
-  }
-}
-
 /// Adds to the scores of tokens 2r and 2r + 1, in the layout of one tile of score_tiles.
 /// keys: [16][kDim].
 template <bool kBFloat16, int kDim, int kBlocks>

@@ -71,6 +71,18 @@ __device__ __forceinline__ void store_once(T* p, const Vector<T, N>& v) {
   }
 }
 
+/// Two numbers in one register; the first is in the low half.
+template <bool kBFloat16>
+__device__ __forceinline__ uint32_t pack_pair(float low, float high) {
+  if constexpr (kBFloat16) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  } else {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+}
+
 /// Two neighbours in one register; the first is in the low half.
 template <class T>
 __device__ __forceinline__ float2 pair_to_float(uint32_t bits) {

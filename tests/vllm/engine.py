@@ -17,6 +17,7 @@ import torch
 
 stand_in.install()
 
+import versions  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.config.compilation import CUDAGraphMode  # noqa: E402
@@ -26,13 +27,7 @@ from vllm.model_executor.layers.attention import Attention  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.utils.hashing import sha256  # noqa: E402
 from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: E402
-from vllm.v1.core.kv_cache_utils import (  # noqa: E402
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
-    get_request_block_hasher,
-    init_none_hash,
-)
-from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
 from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
@@ -80,6 +75,7 @@ def engine_config(model: str, cache: str = "kvarn_k4v2_g64", **arguments):
         "max_num_seqs": 4,
         "max_num_batched_tokens": 256,
         "enable_prefix_caching": True,
+        "async_scheduling": False,
     }
     return EngineArgs(
         model=model, kv_cache_dtype=cache, **defaults | arguments
@@ -112,31 +108,24 @@ class Engine:
         current_platform.update_block_size_for_backend(config)
         config.cache_config.num_gpu_blocks_override = num_blocks
         self.specs = attn_utils.get_kv_cache_spec(config)
-        groups = get_kv_cache_groups(config, self.specs)
-        self.kv_cache_config = get_kv_cache_config_from_groups(config, groups, 2**30)
+        self.kv_cache_config = versions.plan_cache(config, self.specs, self.layer.attn_backend)
         config.cache_config.num_gpu_blocks = self.kv_cache_config.num_blocks
         self.groups, self.graphs, kernel_sizes = attn_utils.init_attn_backend(
             self.kv_cache_config, config, CPU
         )
-        attn_utils.init_kv_cache(
-            [],
-            config.compilation_config.static_forward_context,
-            self.kv_cache_config,
-            self.groups,
-            CPU,
-            config.cache_config.cache_dtype,
-            kernel_sizes,
-            config,
-        )
+        versions.allocate_cache(config, self.kv_cache_config, self.groups, kernel_sizes)
         self.layer.kv_cache.fill_(0xFF)  # what was never written is NaN
         self.layer.impl.staging.fill_(torch.nan)
         init_none_hash(sha256)
-        self.scheduler = Scheduler(
+        self.scheduler = config.scheduler_config.get_scheduler_cls()(
             config,
             self.kv_cache_config,
             StructuredOutputManager(config),
             block_size=config.cache_config.block_size,
+            hash_block_size=config.cache_config.block_size,
         )
+        #: Steps that the scheduler has planned and whose tokens it has not seen yet.
+        self.in_flight: list[tuple] = []
         self.hasher = get_request_block_hasher(config.cache_config.block_size, sha256)
         self.state = DefaultModelState.__new__(DefaultModelState)
         self.state.__dict__.update(
@@ -147,6 +136,8 @@ class Engine:
             max_num_reqs=config.scheduler_config.max_num_seqs,
             max_model_len=config.model_config.max_model_len,
             rope_state=None,
+            supports_mm_inputs=False,
+            prompt_embeds_state=None,
         )
         length = config.model_config.max_model_len
         generator = torch.Generator().manual_seed(seed)
@@ -159,6 +150,8 @@ class Engine:
         self.free_rows = set(range(rows))
         self.blocks: dict[int, list[int]] = {}
         self.first: dict[str, int] = {}
+        self.prefill: dict[str, int] = {}
+        self.tokens: dict[str, list[int]] = {}
         # Buffers that stay, with what earlier steps left in them.
         self.table = torch.zeros(rows, -(-length // self.fmt.group), dtype=torch.int32)
         self.seq_lens = torch.zeros(rows, dtype=torch.int32)
@@ -192,6 +185,8 @@ class Engine:
     # A step ------------------------------------------------------------------------------------
 
     def step(self) -> None:
+        """With asynchronous scheduling, the next step is planned before the tokens of this one are
+        known to the scheduler."""
         planned = self.scheduler.schedule()
         self._update_rows(planned)
         names = sorted(planned.num_scheduled_tokens, key=planned.num_scheduled_tokens.get)
@@ -201,7 +196,10 @@ class Engine:
             req_id_to_index={name: i for i, name in enumerate(names)},
             sampled_token_ids=sampled,
         )
-        self.scheduler.update_from_output(planned, output)
+        self.in_flight.append((planned, output))
+        ahead = self.config.scheduler_config.async_scheduling and names
+        while len(self.in_flight) > (1 if ahead else 0):
+            self.scheduler.update_from_output(*self.in_flight.pop(0))
         self.seen["steps"] += 1
 
     def _update_rows(self, planned) -> None:
@@ -215,6 +213,8 @@ class Engine:
             self.rows[new.req_id] = row
             self.blocks[row] = list(new.block_ids[0])
             self.first[new.req_id] = new.num_computed_tokens
+            self.prefill[new.req_id] = len(new.prefill_token_ids)
+            self.tokens[new.req_id] = list(new.prefill_token_ids)
             self.seen["hit_tokens"] += new.num_computed_tokens
             self.state.add_request(row, new)
         cached = planned.scheduled_cached_reqs
@@ -248,15 +248,18 @@ class Engine:
             where = np.arange(past[i], past[i] + new[i])
             slots = np.array(blocks)[where // group] * group + where % group
             self.slots[0, starts[i] : starts[i + 1]] = torch.from_numpy(slots)
-            ids += requests[i].all_token_ids[past[i] : past[i] + new[i]]
+            ids += self.tokens[name][past[i] : past[i] + new[i]]
             positions += where.tolist()
         ids += [0] * (token_rows - tokens)
         positions += [0] * (token_rows - tokens)
         upper_bound = torch.zeros(padded, dtype=torch.int32)
         upper_bound[:live] = self.seq_lens[:live]
+        computed = np.minimum(past, [self.prefill[name] for name in names])
         batch = SimpleNamespace(
+            req_ids=names,
             idx_mapping_np=np.array([self.rows[name] for name in names], np.int32),
-            prefill_len_np=np.array([r.num_tokens for r in requests], np.int32),
+            prefill_len_np=np.array([self.prefill[name] for name in names], np.int32),
+            is_prefilling_np=computed < [self.prefill[name] for name in names],
             num_reqs=live,
             num_reqs_after_padding=int(padded),
             num_tokens=tokens,
@@ -267,17 +270,22 @@ class Engine:
             seq_lens=self.seq_lens[:padded],
             seq_lens_cpu_upper_bound=upper_bound,
             dcp_local_seq_lens=None,
+            max_query_len=None,
+            pcp=None,
+            prompt_lens=None,
+            fast_prefill=None,
             positions=torch.tensor(positions),
         )
         q, out = self._attend(
             batch, graph, self.table[:padded], self.slots[:, :token_rows], ids, positions
         )
         sampled: list[list[int]] = []
-        for i, request in enumerate(requests):
+        for i, name in enumerate(names):
             rows = slice(starts[i], starts[i + 1])
-            self._check(request, int(past[i]), int(new[i]), q[rows], out[rows])
-            done = past[i] + new[i] >= request.num_tokens
+            self._check(name, int(past[i]), int(new[i]), q[rows], out[rows])
+            done = past[i] + new[i] == len(self.tokens[name])
             sampled.append([int(self.rng.integers(VOCABULARY))] if done else [])
+            self.tokens[name] += sampled[-1]
         if graph:
             assert out[live:].count_nonzero() == 0
         return sampled
@@ -307,6 +315,7 @@ class Engine:
             query_start_loc=self.query_start_loc,
             input_ids=torch.zeros(tokens, dtype=torch.int32),
             positions=torch.zeros(tokens, dtype=torch.int64),
+            is_padding=torch.zeros(tokens, dtype=torch.bool),
         )
         batch = InputBatch.make_dummy(requests, tokens, buffers)
         state = [
@@ -335,30 +344,30 @@ class Engine:
             for a, b in zip(self.by_token, self.by_position, strict=True)
         )
 
-    def record(self, request, tile: int) -> torch.Tensor:
+    def record(self, name: str, tile: int) -> torch.Tensor:
         """The record of a full tile, [1, Hkv, bytes]."""
         group = self.fmt.group
         where = range(tile * group, (tile + 1) * group)
-        ids = tuple(request.all_token_ids[where.start : where.stop])
+        ids = tuple(self.tokens[name][where.start : where.stop])
         key = (tile, *ids)
         if key not in self.records:
             _, k, v = self.vectors(list(ids), list(where))
             self.records[key] = ops.quantize_tiles(k[None], v[None], self.fmt)
         return self.records[key]
 
-    def _check(self, request, past: int, new: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        name, group = request.request_id, self.fmt.group
+    def _check(self, name: str, past: int, new: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        group = self.fmt.group
         options = self.config.additional_config.get("kvarn", {})
         sink, recent = options.get("sink_blocks", 1), options.get("recent_blocks", 0)
         end = past + new
-        _, k, v = self.vectors(request.all_token_ids[:end], list(range(end)))
+        _, k, v = self.vectors(self.tokens[name][:end], list(range(end)))
         k, v = k.double(), v.double()
         for tile in range(past // group):
             kept = tile < sink or tile >= past // group - recent
             if not (kept and tile * group >= self.first[name]):
                 where = slice(tile * group, (tile + 1) * group)
                 k[where], v[where] = ops.dequantize_tiles(
-                    self.record(request, tile), self.fmt, dtype=torch.float32
+                    self.record(name, tile), self.fmt, dtype=torch.float32
                 )
         expected, _ = stand_in.attention(
             q, k, v, self.fmt.head_dim**-0.5, past, True, self.window_left, self.soft_cap
@@ -368,5 +377,5 @@ class Engine:
         self.seen["worst"] = max(self.seen["worst"], error)
         blocks = self.blocks[self.rows[name]]
         for tile in range(end // group):
-            stored = self.layer.kv_cache[blocks[tile]]
-            assert torch.equal(stored, self.record(request, tile)[0]), f"{name}: tile {tile}"
+            stored = self.layer.kv_cache[blocks[tile]].view(-1, self.fmt.record_bytes)
+            assert torch.equal(stored, self.record(name, tile)[0]), f"{name}: tile {tile}"

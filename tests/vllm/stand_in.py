@@ -83,6 +83,7 @@ def install() -> None:
         "vllm.vllm_flash_attn",
         __path__=[],
         flash_attn_varlen_func=flash_attn_varlen_func,
+        compile_flash_attn_varlen_func_from_specs=None,
         get_scheduler_metadata=None,
         **interface,
     )
@@ -118,6 +119,12 @@ def install() -> None:
             pass
 
     vllm.platforms._current_platform = Platform()
+    import vllm.triton_utils
+
+    if not vllm.triton_utils.HAS_TRITON:  # vLLM's placeholder has no attributes
+        vllm.triton_utils.triton.Config = lambda kwargs, num_stages=1, num_warps=1: (
+            types.SimpleNamespace(kwargs=kwargs, num_stages=num_stages, num_warps=num_warps)
+        )
     import vllm.config.vllm
 
     vllm.config.vllm.HAS_TRITON = True  # else the model runner would be V1

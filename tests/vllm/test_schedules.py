@@ -60,8 +60,9 @@ def play(small: engine.Engine, few_blocks: bool = True) -> dict:
     ],
     ids=str,
 )
-def test_all_together(model, options):
-    play(new_engine(model, blocks=12, options=options))
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+def test_all_together(model, options, ahead):
+    play(new_engine(model, blocks=12, options=options, async_scheduling=ahead))
 
 
 @pytest.mark.parametrize(
@@ -130,12 +131,24 @@ def test_batches_that_stand_in_for_others(model):
     small.run()
 
 
-def test_without_prefix_caching(model):
-    small = new_engine(model, enable_prefix_caching=False)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"enable_prefix_caching": False},
+        {"enable_prefix_caching": False, "async_scheduling": True},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 1024},
+        {"enable_lora": True, "max_lora_rank": 8},
+    ],
+    ids=str,
+)
+def test_other_ways_to_schedule(model, arguments):
+    small = new_engine(model, **arguments)
     for name in "ab":
         small.add(name, [1, 2, 3] * 60, 4)
     small.run()
-    assert small.seen["hit_tokens"] == 0
+    caching = arguments.get("enable_prefix_caching", True)
+    assert small.seen["hit_tokens"] == (128 if caching else 0)
+    assert small.config.scheduler_config.async_scheduling == ("async_scheduling" in arguments)
 
 
 # Any schedule -------------------------------------------------------------------------------------
@@ -164,6 +177,7 @@ actions = st.lists(
     layer=st.sampled_from([{}, {}, {"window": 90}, {"window": 200, "soft_cap": 5.0}]),
     budget=st.sampled_from([64, 150, 512]),
     few=st.sampled_from([0, 32, 100]),
+    ahead=st.booleans(),
     blocks=st.integers(11, 16),
     first=st.lists(requests, min_size=3, max_size=4),
     todo=actions,
@@ -173,12 +187,12 @@ actions = st.lists(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-def test_any_schedule(model, monkeypatch, options, layer, budget, few, blocks, first, todo):
+def test_any_schedule(model, monkeypatch, options, layer, budget, few, ahead, blocks, first, todo):
     monkeypatch.setattr(prefill, "FEW_TOKENS", few)
     monkeypatch.setattr(prefill, "PIECE_TOKENS", 128)
     small = new_engine(
         model, blocks=blocks, options=options, max_num_batched_tokens=budget, max_model_len=600,
-        **layer,
+        async_scheduling=ahead, **layer,
     )  # fmt: skip
     texts = np.random.default_rng(5).integers(0, engine.VOCABULARY, (3, 400)).tolist()
     count = 0
@@ -210,7 +224,7 @@ def test_any_schedule(model, monkeypatch, options, layer, budget, few, blocks, f
 def hits_are_forgotten(monkeypatch):
     """Reads the first blocks of a request in 16 bits although others filled them."""
     add = RequestRows.add
-    monkeypatch.setattr(RequestRows, "add", lambda self, row, _, group: add(self, row, 0, group))
+    monkeypatch.setattr(RequestRows, "add", lambda self, row, _: add(self, row, 0))
 
 
 def sealed_one_step_late(monkeypatch):
@@ -235,14 +249,14 @@ def rest_before_attention(monkeypatch):
 
 def pages_of_others(monkeypatch):
     """All requests share the pages of row 0."""
-    rows = _versions.request_rows
+    rows, add = _versions.rows_of_step, RequestRows.add
 
-    def first(m):
-        found = rows(m)
-        found.batch = np.where(found.batch >= 0, 0, -1)
-        return found
+    def add_first(self, row, num_computed_tokens):
+        add(self, row, num_computed_tokens)
+        add(self, 0, num_computed_tokens)
 
-    monkeypatch.setattr(_versions, "request_rows", first)
+    monkeypatch.setattr(RequestRows, "add", add_first)
+    monkeypatch.setattr(_versions, "rows_of_step", lambda m: np.where(rows(m) >= 0, 0, -1))
 
 
 def window_of_a_neighbour(monkeypatch):
@@ -301,14 +315,9 @@ def test_a_broken_rule_is_found(model, monkeypatch, break_rule):
 
 
 def test_a_stand_in_that_writes_is_found(model, monkeypatch):
-    rows = _versions.request_rows
-
-    def all_real(m):
-        found = rows(m)
-        found.batch = np.arange(len(found.batch), dtype=np.int32)
-        return found
-
-    monkeypatch.setattr(_versions, "request_rows", all_real)
+    rows = _versions.rows_of_step
+    monkeypatch.setattr(_versions, "rows_of_step", lambda m: np.arange(len(rows(m))))
     small = new_engine(model)
+    small.layer.impl.rows.first_token.fill(0)
     with pytest.raises(AssertionError, match="something was written"):
         small.stand_in_step(3, 40)

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
-from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType
 
 from kvarn import ops
@@ -16,22 +15,25 @@ from kvarn.format import Format
 from kvarn.integrations.vllm import _versions, pool, prefill
 from kvarn.integrations.vllm.metadata import KVarNMetadata, KVarNMetadataBuilder
 from kvarn.integrations.vllm.options import WHERE, Options
+from kvarn.integrations.vllm.rows import RequestRows
 
 #: Head dimensions that both our kernels and flash attention have.
 HEAD_DIMS = [64, 128, MAX_CUDA_HEAD_DIM]
 
 
 class KVarNBackend(AttentionBackend):  # type: ignore[misc]
-    """Of formats with ``GROUP`` tokens a tile; the engine chooses block sizes by class."""
+    """Of one cache dtype: what the engine asks of a class, it asks without naming the dtype."""
 
-    GROUP: ClassVar[int]
+    cache_dtype: ClassVar[str]
     accept_output_buffer = True
-    forward_includes_kv_cache_update = False
+    # The update needs what is computed on the host for each step. Attention runs outside of
+    # piecewise CUDA graphs; an update of its own would not always.
+    forward_includes_kv_cache_update = True
     supported_dtypes = [torch.float16, torch.bfloat16]
 
-    @staticmethod
-    def get_name() -> str:
-        return _versions.BACKEND_NAME
+    @classmethod
+    def get_name(cls) -> str:
+        return _versions.backend_name(cls.cache_dtype)
 
     @staticmethod
     def get_impl_cls() -> type[KVarNImpl]:
@@ -47,11 +49,35 @@ class KVarNBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        return kv_cache_dtype in Format.presets() and _group(kv_cache_dtype) == cls.GROUP
+        return kv_cache_dtype == cls.cache_dtype
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, *_spec: Any) -> list[int]:
+        return [Format(cls.cache_dtype, HEAD_DIMS[0]).group]
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        return block_size is None or [block_size] == cls.get_supported_kernel_block_sizes()
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # steps are planned on the host
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
         return False  # open tiles are not in the pages that it would move
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        return _versions.spec_of_records(spec, Format(cls.cache_dtype, spec.head_size))
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        return _versions.layouts_of_records()
 
     @staticmethod
     def get_kv_cache_shape(
@@ -73,29 +99,21 @@ class KVarNBackend(AttentionBackend):  # type: ignore[misc]
         return reasons if config is None else reasons + unsupported(config)
 
 
-class KVarNBackendG128(KVarNBackend):
-    GROUP = 128
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(*_spec: Any) -> list[int]:
-        return [128]
+def _class_name(cache_dtype: str) -> str:
+    return f"{KVarNBackend.__name__}_{cache_dtype.removeprefix('kvarn_')}"
 
 
-class KVarNBackendG64(KVarNBackend):
-    GROUP = 64
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(*_spec: Any) -> list[int]:
-        return [64]
-
-
-def _group(name: str) -> int:
-    return Format(name, HEAD_DIMS[0]).group
+#: The backend of each cache dtype. The engine finds them by name in this module.
+BACKENDS = {
+    name: type(_class_name(name), (KVarNBackend,), {"cache_dtype": name, "__module__": __name__})
+    for name in Format.presets()
+}
+globals().update({backend.__name__: backend for backend in BACKENDS.values()})
 
 
-def backend_path(kv_cache_dtype: str) -> str:
-    """The dotted path of the backend for a cache dtype."""
-    return f"{__name__}.KVarNBackendG{_group(kv_cache_dtype)}"
+def backend_path(cache_dtype: str) -> str:
+    """The dotted path of the backend of a cache dtype."""
+    return f"{__name__}.{BACKENDS[cache_dtype].__name__}"
 
 
 def unsupported(config: Any) -> list[str]:
@@ -110,6 +128,12 @@ def unsupported(config: Any) -> list[str]:
         reasons.append("KV connectors and offloading not supported (open tiles are not in pages)")
     if getattr(cache, "kv_cache_dtype_skip_layers", None):
         reasons.append("kv_cache_dtype_skip_layers not supported (pages of two sizes)")
+    if getattr(cache, "prefix_match_unit", None):
+        reasons.append("prefix_match_unit not supported (prefixes must end with a block)")
+    if getattr(parallel, "use_ubatching", False):
+        reasons.append("micro-batches not supported")
+    if config.model_config.is_hybrid:
+        reasons.append("models with state-space layers not supported")
     if not _versions.has_stable_rows(config):
         reasons.append("the V1 model runner is not supported (set VLLM_USE_V2_MODEL_RUNNER=1)")
     return reasons
@@ -122,6 +146,7 @@ class KVarNImpl(AttentionImpl[KVarNMetadata]):  # type: ignore[misc]
     Attributes:
         fmt: the format.
         staging: the pool, ``[pages, 2, Hkv, G, D]``.
+        rows: the requests that own its pages.
         window_left: tokens before its own that a query sees; -1: all.
         logits_soft_cap: 0: none.
     """
@@ -165,29 +190,7 @@ class KVarNImpl(AttentionImpl[KVarNMetadata]):  # type: ignore[misc]
         row = pool.page_bytes(self.fmt, self.num_kv_heads, dtype) * options.pages * layers
         _versions.check_pool(config, rows, row)
         self.staging = pool.new_pool(rows, options, self.fmt, self.num_kv_heads, dtype)
-
-    def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        """Stores the new tokens of the step. Every tile that they fill is a record afterwards:
-        the engine may have promised it to other requests of the same step.
-
-        Args:
-            key, value: ``[tokens, Hkv, D]``, padding included.
-            kv_cache: uint8 ``[num_blocks, Hkv, record_bytes]``.
-            slot_mapping: not used; the metadata says where tokens go.
-        """
-        m = _metadata_of(layer)
-        if m is None:
-            return
-        key, value = key[: m.num_tokens], value[: m.num_tokens]
-        self._append(key, value, m.head, m)
-        ops.seal_blocks(self.staging, m.seal_pages, m.seal_blocks, kv_cache, self.fmt)
-        p = m.prefill
-        if p is not None and p.tile_blocks.numel() > 0:
-            shape = (-1, self.fmt.group, self.num_kv_heads, self.head_size)
-            keys, values = (t.index_select(0, p.tile_tokens).view(shape) for t in (key, value))
-            kv_cache.index_copy_(0, p.tile_blocks, ops.quantize_tiles(keys, values, self.fmt))
+        self.rows = RequestRows(rows, self.fmt.group)
 
     def forward(
         self,
@@ -201,17 +204,25 @@ class KVarNImpl(AttentionImpl[KVarNMetadata]):  # type: ignore[misc]
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attention of the step's tokens, ``[tokens, Hq, D]``, into ``output``."""
+        """Stores the step's new tokens, and writes their attention to ``output``.
+
+        Args:
+            query: ``[tokens, Hq, D]``, padding included, as is the output; key, value
+                ``[tokens, Hkv, D]``.
+            kv_cache: uint8 ``[num_blocks, Hkv, record_bytes]`` (vLLM 0.33: ``[.., 1, ..]``).
+            attn_metadata: of the step; None while the engine measures its memory.
+        """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError(f"{WHERE}quantized outputs are not supported")
         if attn_metadata is None:
             return self._profile(query, key, value, output)
-        m = attn_metadata
+        m, cache = attn_metadata, self._records(kv_cache)
+        self._store(key, value, cache, m)
         n = m.num_decodes
         if n > 0:
             ops.decode_attention(
                 query[:n],
-                kv_cache,
+                cache,
                 m.table[:n],
                 m.seq_lens[:n],
                 self.fmt,
@@ -224,10 +235,25 @@ class KVarNImpl(AttentionImpl[KVarNMetadata]):  # type: ignore[misc]
             )
         if m.prefill is not None:
             tokens = m.num_tokens
-            prefill.attend(self, query, key, value, kv_cache, m, output)
+            prefill.attend(self, query, key, value, cache, m, output)
             # Pages that were read above may be written now.
             self._append(key[:tokens], value[:tokens], m.prefill.rest, m)
         return output
+
+    def _store(self, key: Tensor, value: Tensor, cache: Tensor, m: KVarNMetadata) -> None:
+        """Every tile that the new tokens fill is a record afterwards: the engine may have promised
+        it to other requests of the same step."""
+        key, value = key[: m.num_tokens], value[: m.num_tokens]
+        self._append(key, value, m.head, m)
+        ops.seal_blocks(self.staging, m.seal_pages, m.seal_blocks, cache, self.fmt)
+        p = m.prefill
+        if p is not None and p.tile_blocks.numel() > 0:
+            shape = (-1, self.fmt.group, self.num_kv_heads, self.head_size)
+            keys, values = (t.index_select(0, p.tile_tokens).view(shape) for t in (key, value))
+            cache.index_copy_(0, p.tile_blocks, ops.quantize_tiles(keys, values, self.fmt))
+
+    def _records(self, kv_cache: Tensor) -> Tensor:
+        return kv_cache.view(kv_cache.shape[0], self.num_kv_heads, self.fmt.record_bytes)
 
     def _append(self, key: Tensor, value: Tensor, slots: Tensor, m: KVarNMetadata) -> None:
         ops.append_kv(key, value, slots, self.staging, m.geometry.block_slot, self.fmt)
@@ -239,13 +265,3 @@ class KVarNImpl(AttentionImpl[KVarNMetadata]):  # type: ignore[misc]
         parts.append(query.new_empty((2, *query.shape[:2]), dtype=torch.float32))
         del parts
         return output.zero_()
-
-
-def _metadata_of(layer: Any) -> KVarNMetadata | None:
-    """The step's metadata for a layer; None while the engine measures its memory."""
-    metadata = get_forward_context().attn_metadata
-    if isinstance(metadata, list):
-        metadata = metadata[0]
-    found: KVarNMetadata | None
-    found = metadata[layer.layer_name] if isinstance(metadata, dict) else metadata
-    return found

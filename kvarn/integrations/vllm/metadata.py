@@ -27,6 +27,7 @@ from kvarn.format import Format
 from kvarn.integrations.vllm import _versions, pool
 from kvarn.integrations.vllm.options import WHERE, Options
 from kvarn.integrations.vllm.prefill import Prefill, plan_prefill
+from kvarn.integrations.vllm.rows import RequestRows
 
 
 @dataclass
@@ -205,18 +206,27 @@ class KVarNMetadataBuilder(AttentionMetadataBuilder[KVarNMetadata]):  # type: ig
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1)
+        if not _versions.is_of_records(kv_cache_spec):
+            raise NotImplementedError(
+                f"{WHERE}layers with a {type(kv_cache_spec).__name__} are not supported"
+            )
         self._fmt = Format(vllm_config.cache_config.cache_dtype, kv_cache_spec.head_size)
         self._options = Options.of(vllm_config)
         self._max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         self._geometry: Geometry | None = None
         self._buffers: Buffers | None = None
+        self._rows: RequestRows | None = None
 
-    def _make_geometry(self) -> Geometry:
+    def _set_up(self, max_blocks: int) -> None:
+        """When the cache is there."""
         layers = self.vllm_config.compilation_config.static_forward_context
-        num_blocks = layers[self.layer_names[0]].kv_cache.shape[0]
+        layer = layers[self.layer_names[0]]
+        num_blocks = layer.kv_cache.shape[0]
         pages = self._max_num_seqs * self._options.pages
         block_slot = pool.block_slot(num_blocks, pages, self.device)
-        return Geometry(self._fmt, self._options, num_blocks, block_slot)
+        self._geometry = Geometry(self._fmt, self._options, num_blocks, block_slot)
+        self._buffers = Buffers(self._max_num_seqs, max_blocks, self._options, self.device)
+        self._rows = layer.impl.rows
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -226,19 +236,22 @@ class KVarNMetadataBuilder(AttentionMetadataBuilder[KVarNMetadata]):  # type: ig
             raise ValueError(f"{WHERE}attention must be causal")
         n, tokens = m.num_reqs, m.num_actual_tokens
         table = m.block_table_tensor[:n]
-        if self._buffers is None or self._geometry is None:
-            self._geometry = self._make_geometry()
-            self._buffers = Buffers(self._max_num_seqs, table.shape[1], self._options, self.device)
-        rows = _versions.request_rows(m)
-        if rows is None:
+        if self._geometry is None or self._buffers is None or self._rows is None:
+            self._set_up(table.shape[1])
+        assert self._geometry is not None and self._buffers is not None and self._rows is not None
+        found = _versions.rows_of_step(m)
+        if found is None:
             raise RuntimeError(
                 f"{WHERE}the model runner did not say which requests are in the step"
             )
-        batch_rows = np.full(n, -1, np.int32)
-        batch_rows[: len(rows.batch)] = rows.batch[:n]
+        rows = np.full(n, -1, np.int32)
+        rows[: len(found)] = found[:n]
+        first_token = self._rows.first_token[rows]
+        if (first_token[rows >= 0] < 0).any():
+            raise RuntimeError(f"{WHERE}the model runner did not say where a request starts")
         batch = Batch(
-            batch_rows,
-            rows.first_token[batch_rows],
+            rows,
+            first_token,
             m.query_start_loc_cpu[: n + 1].numpy(),
             m.seq_lens_cpu_upper_bound[:n].numpy(),
         )
