@@ -189,4 +189,4 @@ def check_pip(arguments: list[str]) -> None:
         if extras := re.search(r"\[(.+)\]", name):
             for extra in extras[1].split(","):
                 assert re.search(rf"^{extra} = ", optional, re.M), name
-        assert re.match(r"--?\w|\.($|\[)|dist/kvarn-|\w+([=<>,.\[\]\w]*)$", name), name
+        assert re.match(r"--?\w|\.($|\[)|dist/kvarn-|[\w-]+[=<>,.*\[\]\w]*$", name), name
