@@ -12,6 +12,7 @@
 #include "cuda/format.h"
 #include "cuda/launch.h"
 #include "cuda/paged_check.cuh"
+#include "device/attention_group.cuh"
 
 namespace kvarn::cuda {
 
@@ -21,6 +22,11 @@ template <int kDim>
 struct AnyFormat;
 template <class F, int kBlocks>
 Status launch_decode(const DecodeParams& p, const DecodePlan& plan, int grid, int shared_bytes);
+template <int kKeyBits, int kValueBits, int kRowBlocks>
+Status launch_decode_group(const DecodeParams& p, const DecodePlan& plan, int grid,
+                           int shared_bytes);
+template <int kRowBlocks>
+int decode_group_bytes();
 
 namespace {
 
@@ -43,6 +49,7 @@ uint64_t random_number() {
 struct Device {
   int multiprocessors = 0;
   int shared_of_block = 0;
+  int major = 0;  ///< compute capability
 
   cudaError_t read() {
     int device = 0;
@@ -52,6 +59,7 @@ struct Device {
     };
     get(multiprocessors, cudaDevAttrMultiProcessorCount);
     get(shared_of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    get(major, cudaDevAttrComputeCapabilityMajor);
     return error;
   }
 };
@@ -77,6 +85,25 @@ struct RowShape {
   int rows() const { return blocks * parts * device::kBlockRows; }
 };
 
+/// Whether warpgroups work on the rows (decode_group_kernel.cuh). For up to 16 rows, warps of two
+/// blocks are faster.
+struct GroupShape {
+  int row_blocks = 0;    ///< 8-row blocks of a team; 0: no warpgroups
+  int shared_bytes = 0;  ///< of a block
+
+  GroupShape(const DecodeParams& p, const RowShape& shape, const Device& device) {
+    if (device.major != 9 || device.shared_of_block < kGroupRoom ||
+        shape.rows() <= 2 * device::kBlockRows || p.split_tokens != 0 ||
+        !(p.kv.format == Format{4, 2, 128, 128}) ||
+        (p.kv.staging.data != nullptr && p.kv.staging.dtype != p.dtype)) {
+      return;
+    }
+    const int blocks = shape.rows() == 4 * device::kBlockRows ? 4 : 8;
+    shared_bytes = blocks == 4 ? decode_group_bytes<4>() : decode_group_bytes<8>();
+    if (shared_bytes > 0) row_blocks = blocks;
+  }
+};
+
 /// Of the rows of a warp.
 int64_t state_bytes(const Format& f, const RowShape& shape) {
   return int64_t{kWarpLanes} * shape.blocks * (f.head_dim / kFragmentDim + 1) *
@@ -100,9 +127,9 @@ uint64_t inverse_of(int shares) {
 
 /// The largest number of blocks whose equal shares begin and end with items, or that divide each
 /// item among as many blocks, if all items are equal; 0 if that leaves too many blocks idle.
-int aligned_blocks(const DecodeWorkspaceParams& p, const RowShape& shape, int grid) {
+int aligned_blocks(const DecodeWorkspaceParams& p, int item_rows, int grid) {
   const int64_t rows = (p.tokens + p.seqs - 1) / p.seqs * (p.q_heads / p.kv_heads);
-  const int64_t items = p.seqs * p.kv_heads * ((rows + shape.rows() - 1) / shape.rows());
+  const int64_t items = p.seqs * p.kv_heads * ((rows + item_rows - 1) / item_rows);
   const int64_t of_block = (items + grid - 1) / grid;
   const int64_t blocks = items < grid ? grid / items * items : items / of_block;
   const bool exact = items < grid || items % of_block == 0;
@@ -261,6 +288,7 @@ Status decode_attention(const DecodeParams& p) {
   DecodePlan plan{};
   plan.heads_per_kv = p.q_heads / p.kv.kv_heads;
   const RowShape shape(sizes);
+  const GroupShape group(p, shape, device);
   plan.row_parts = shape.parts;
   plan.parts_shift = shape.parts_shift;
   plan.rows_shift = shape.parts_shift + device::kBlockRowsShift + (shape.blocks - 1);
@@ -274,6 +302,11 @@ Status decode_attention(const DecodeParams& p) {
                                std::to_string(plan.stage_bytes) + " bytes");
   }
   plan.stages = std::min(room / (plan.teams * plan.stage_bytes), kMaxStages / kDecodeWarps);
+  if (group.row_blocks > 0) {  // the kernel has the rest as constants
+    plan.teams = group_teams(group.row_blocks);
+    plan.row_parts = device::kGroupWarps;
+    plan.rows_shift = group_rows_shift(group.row_blocks);
+  }
   // One that hides nothing is none: positions before the first token would overflow with it.
   plan.window = p.window_left >= p.max_seq_len ? -1 : static_cast<int>(p.window_left);
   plan.split_tiles = static_cast<int>(
@@ -297,13 +330,19 @@ Status decode_attention(const DecodeParams& p) {
       reinterpret_cast<float4*>(memory + workspace.flag_bytes + workspace.piece_bytes);
   const int grid = device.multiprocessors;
   plan.inverse_shares = inverse_of(grid * plan.teams);
-  plan.aligned_shares = static_cast<unsigned>(aligned_blocks(sizes, shape, grid) * plan.teams);
+  plan.aligned_shares =
+      static_cast<unsigned>(aligned_blocks(sizes, 1 << plan.rows_shift, grid) * plan.teams);
   if (plan.aligned_shares > 0) {
     plan.inverse_aligned = inverse_of(static_cast<int>(plan.aligned_shares));
   }
   const int ring_bytes = plan.teams * plan.stages * plan.stage_bytes;
   const int shared_bytes =
       std::max(ring_bytes, static_cast<int>(kDecodeWarps * state_bytes(f, shape)));
+  if (group.row_blocks > 0) {
+    return (group.row_blocks == 4
+                ? launch_decode_group<4, 2, 4>
+                : launch_decode_group<4, 2, 8>)(p, plan, grid, group.shared_bytes);
+  }
   const auto go = [&](auto launch) { return launch(p, plan, grid, shared_bytes); };
   if (shape.blocks == 1 && is_usual(p, plan)) {
 #define KVARN_LAUNCH(k, v, g, d) \

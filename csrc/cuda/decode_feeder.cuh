@@ -7,6 +7,13 @@
 
 namespace kvarn::cuda {
 
+/// A feeder without runs in shared memory, for a warp that needs its registers meanwhile.
+struct alignas(16) ParkedFeeder {
+  int4 words[3];
+  const uint8_t* record[kWarpLanes];
+  int slot[kWarpLanes];
+};
+
 /// Of the first warp of a team, all lanes together. Tiles are looked up as many of a piece at a
 /// time as there are lanes: lane i knows where tile first_ + i lies, and copies it.
 class Feeder {
@@ -50,6 +57,35 @@ class Feeder {
       fill_stage();
       ++ahead_;
     }
+  }
+
+  __device__ __forceinline__ void park(ParkedFeeder& to) const {
+    __syncwarp();
+    if (lane_ == 0) {
+      to.words[0] = {ahead_, stage_, static_cast<int>(lap_), next_};
+      to.words[1] = {token_, first_, found_, end_};
+      to.words[2] = {flags_, static_cast<int>(staged_ahead_), 0, 0};
+    }
+    to.record[lane_] = record_;
+    to.slot[lane_] = slot_;
+    __syncwarp();
+  }
+  __device__ __forceinline__ void unpark(const ParkedFeeder& from) {
+    const int4 a = from.words[0];
+    const int4 b = from.words[1];
+    const int4 c = from.words[2];
+    ahead_ = a.x;
+    stage_ = a.y;
+    lap_ = static_cast<unsigned>(a.z);
+    next_ = a.w;
+    token_ = b.x;
+    first_ = b.y;
+    found_ = b.z;
+    end_ = b.w;
+    flags_ = c.x;
+    staged_ahead_ = static_cast<unsigned>(c.y);
+    record_ = from.record[lane_];
+    slot_ = from.slot[lane_];
   }
 
   /// The warp has used up a stage.

@@ -171,15 +171,16 @@ __device__ __forceinline__ void join_units(const DecodeParams& p, const DecodePl
 }
 
 /// Without: all that the teams of a block, and the blocks, have of the same items. last_pieces: of
-/// the block's warps, in shared memory.
+/// the block's warps, in shared memory. kPieces: of plan.warp_pieces, a block's. sync: a barrier of
+/// the kWarps warps that join.
 ///
 /// Border b is that before team b. A run of borders that cut the same item makes one piece of it.
 /// If the item begins and ends in this block that is all of it, and a warp writes it. If not, all
 /// warps together make the piece, for the block where the item ends, which adds up all of them.
-template <int kDim, int kBlocks>
+template <int kWarps, int kPieces, int kDim, int kBlocks, class Sync>
 __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodePlan& plan,
                                             DecodeShared& shared, int teams,
-                                            const float4* last_pieces, int lane) {
+                                            const float4* last_pieces, int lane, const Sync& sync) {
   using State = device::SoftmaxState<kDim, kBlocks>;
   constexpr int kStateVectors = State::kVectors * kWarpLanes;
   constexpr int kColumns = kBlocks * State::kTiles;
@@ -217,9 +218,8 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
     const float4* const cut = last_pieces + (from * parts + part) * kStateVectors;
     if (b == teams) return Pieces{cut, cut + stride, stride, b - from};
     return Pieces{
-        plan.warp_pieces +
-            (static_cast<int64_t>(blockIdx.x) * kDecodeWarps + b * parts + part) * kStateVectors,
-        cut, stride, b - from + 1};
+        plan.warp_pieces + (int64_t{blockIdx.x} * kPieces + b * parts + part) * kStateVectors, cut,
+        stride, b - from + 1};
   };
 
   const bool back_is_cut = shared.share[teams - 1].cut_at_end;
@@ -232,7 +232,7 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
     if (which == kFront ? !front_ends && !one_item : !back_is_cut || one_item) continue;
     const int border = which == kFront && front_ends ? front_run : teams;
 #pragma unroll 1
-    for (int i = warp; i < parts * kColumns; i += kDecodeWarps) {
+    for (int i = warp; i < parts * kColumns; i += kWarps) {
       const int part = i / kColumns;
       const int column = i % kColumns;
       const JoinedColumn joined =
@@ -245,24 +245,35 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
       }
     }
   }
-  if (back_is_cut || front_ends) __syncthreads();
+  if (back_is_cut || front_ends) sync();
   if (back_is_cut && threadIdx.x == 0) {
     raise_flag(plan, plan.flags + int64_t{blockIdx.x} * 2 + (one_item ? kFront : kBack));
   }
 
   for (int task = 0; runs != 0; runs &= runs - 1) {
     const int b = __ffs(runs) - 1;
+    if constexpr (kBlocks > 2) {  // a state would not fit the registers
 #pragma unroll 1
-    for (int part = 0; part < parts; ++part, ++task) {
-      if (task % kDecodeWarps != warp) continue;
-      const Pieces pieces = pieces_of(b, part);
-      State state;
-      state.clear();
-#pragma unroll 1
-      for (int k = 0; k < pieces.count; ++k) {
-        state.merge(k == 0 ? pieces.first : pieces.rest + (k - 1) * pieces.stride, lane);
+      for (int i = warp; i < parts * kColumns; i += kWarps) {
+        const int part = i / kColumns;
+        const int column = i % kColumns;
+        write_column<kDim, kBlocks>(
+            p, plan, rows_of(shared.share[b].first, part), column,
+            join_column<kOfWarps, kDim, kBlocks>(pieces_of(b, part), column, lane), lane);
       }
-      write_rows(p, plan, rows_of(shared.share[b].first, part), lane, state);
+    } else {
+#pragma unroll 1
+      for (int part = 0; part < parts; ++part, ++task) {
+        if (task % kWarps != warp) continue;
+        const Pieces pieces = pieces_of(b, part);
+        State state;
+        state.clear();
+#pragma unroll 1
+        for (int k = 0; k < pieces.count; ++k) {
+          state.merge(k == 0 ? pieces.first : pieces.rest + (k - 1) * pieces.stride, lane);
+        }
+        write_rows(p, plan, rows_of(shared.share[b].first, part), lane, state);
+      }
     }
   }
 
@@ -276,7 +287,7 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
   for (int i = lane; i < count - 1; i += kWarpLanes) wait_for_flag(plan, flag_of(i));
   __syncwarp();
 #pragma unroll 1
-  for (int i = warp; i < parts * kColumns; i += kDecodeWarps) {
+  for (int i = warp; i < parts * kColumns; i += kWarps) {
     const int part = i / kColumns;
     const int column = i % kColumns;
     const Pieces pieces{block_piece(from, kBack) + part * kStateVectors,
@@ -285,9 +296,11 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
     write_column<kDim, kBlocks>(p, plan, rows_of(shared.share[0].first, part), column,
                                 join_column<kOfBlocks, kDim, kBlocks>(pieces, column, lane), lane);
   }
-  __syncthreads();  // all have seen the flags
+  sync();  // all have seen the flags
   // The same launch may be played again.
-  for (int i = static_cast<int>(threadIdx.x); i < count - 1; i += kDecodeThreads) *flag_of(i) = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < count - 1; i += kWarps * kWarpLanes) {
+    *flag_of(i) = 0;
+  }
 }
 
 }  // namespace kvarn::cuda

@@ -22,6 +22,7 @@ namespace kvarn::cuda {
 
 inline constexpr int kDecodeWarps = 8;
 inline constexpr int kDecodeThreads = kDecodeWarps * kWarpLanes;
+inline constexpr int kMostWarps = 12;   ///< of a block, with warpgroups
 inline constexpr int kMaxSplits = 128;  ///< of an item: longer sequences have longer splits
 inline constexpr int kDecodeStaticBytes = 10240;  ///< room for DecodeShared
 inline constexpr int kMaxStages = 32;             ///< of all rings of a block
@@ -44,6 +45,13 @@ constexpr KVARN_HD int decode_stage_bytes(const Format& format) {
   const int record = record_layout(format).bytes;
   return record > staged ? record : staged;
 }
+
+/// The shape of decode_group_kernel.cuh, for so many blocks of 8 rows (4 or 8): teams of a block,
+/// as many as the registers allow; stages of their rings; log2 of the rows of a row block.
+inline constexpr int kGroupRoom = 227 << 10;  ///< shared memory of a block of sm_90
+constexpr KVARN_HD int group_teams(int row_blocks) { return row_blocks == 4 ? 3 : 2; }
+constexpr KVARN_HD int group_stages(int) { return 3; }
+constexpr KVARN_HD int group_rows_shift(int row_blocks) { return row_blocks == 4 ? 5 : 6; }
 
 /// What the host adds to the params.
 struct DecodePlan {
@@ -70,7 +78,7 @@ struct DecodePlan {
   uint64_t launch;      ///< a number that no flag has by chance
   uint64_t* flags;      ///< of pieces: [grid][2]; with splits: [units][row_parts]
   float4* pieces;       ///< of blocks: [grid][2][row_parts]; with splits: [units][row_parts]
-  float4* warp_pieces;  ///< [grid][warps]
+  float4* warp_pieces;  ///< [grid][warps]; of warpgroups: [grid][teams]
 };
 
 /// The case of most decode steps: one query token a sequence, a warp for its rows, 32-bit indices
@@ -214,10 +222,17 @@ struct Division {
   }
 };
 
+/// Teams of the block that have a share. (From memory each time: no register holds it meanwhile.)
+__device__ __forceinline__ int teams_of_block(const volatile Division& d) {
+  const int left = static_cast<int>(d.shares - blockIdx.x * static_cast<unsigned>(d.teams));
+  return uniform(max(min(left, d.teams), 0));
+}
+
 struct SequenceScan {
-  int64_t before[kDecodeThreads];  ///< units of the sequences before those of each thread
-  int64_t units_of_warp[kDecodeWarps];
-  int64_t items_of_warp[kDecodeWarps];
+  /// Units of the sequences before those of each thread.
+  int64_t before[kMostWarps * kWarpLanes];
+  int64_t units_of_warp[kMostWarps];
+  int64_t items_of_warp[kMostWarps];
 };
 
 __device__ __forceinline__ int64_t inclusive_scan(int64_t x, int lane) {
@@ -229,7 +244,8 @@ __device__ __forceinline__ int64_t inclusive_scan(int64_t x, int lane) {
   return x;
 }
 
-/// All threads of a block; sequences [i * chunk, (i + 1) * chunk) are thread i's.
+/// All threads of a block; sequences [i * chunk, (i + 1) * chunk) are thread i's, of the first
+/// kDecodeThreads.
 __device__ __forceinline__ void divide(const DecodeParams& p, const DecodePlan& plan, int chunk,
                                        SequenceScan& scan, Division& division) {
   const int warp = threadIdx.x / kWarpLanes;
@@ -248,7 +264,7 @@ __device__ __forceinline__ void divide(const DecodeParams& p, const DecodePlan& 
     equal = equal && w.units == front.units && w.row_blocks == front.row_blocks;
   }
   equal = __syncthreads_and(equal);
-  const auto scanned = [&](int64_t own, int64_t (&of_warp)[kDecodeWarps], int64_t& all) {
+  const auto scanned = [&](int64_t own, int64_t (&of_warp)[kMostWarps], int64_t& all) {
     const int64_t upto = inclusive_scan(own, lane);
     if (lane == kWarpLanes - 1) of_warp[warp] = upto;
     __syncthreads();

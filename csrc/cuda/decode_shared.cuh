@@ -58,9 +58,9 @@ struct DecodeShared {
   device::Barrier full[kMaxStages];   ///< it does
   device::Barrier empty[kMaxStages];  ///< all lanes of all warps have read it
   StageTile tile[kMaxStages];
-  StagePiece piece[kMaxStages];      ///< of first tiles
-  StagePiece current[kDecodeWarps];  ///< of each warp
-  Cursor cursor[kDecodeWarps];       ///< of each team
+  StagePiece piece[kMaxStages];    ///< of first tiles
+  StagePiece current[kMostWarps];  ///< of each warp
+  Cursor cursor[kDecodeWarps];     ///< of each team
   TeamShare share[kDecodeWarps];
   int front_block;  ///< where the block's first item begins
 };
