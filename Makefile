@@ -21,11 +21,12 @@ ifeq ($(PYTHON),$(VENV)/bin/python)
 installed = $(VENV)/.$(1)
 endif
 
-.PHONY: help demo test test-gpu test-vllm build wheel check-install lint format clean
+.PHONY: help demo test test-gpu sanitize test-vllm build wheel check-install lint format clean
 help:
 	@echo "make demo      install into $(VENV), build, and run a real model with a compressed KV cache"
 	@echo "make test      install into $(VENV), build, and run all tests (GPU tests where there is a GPU)"
 	@echo "make test-gpu  the same, but only the tests that need a GPU"
+	@echo "make sanitize  the C++ tests of the CUDA kernels under compute-sanitizer ($(SANITIZERS))"
 	@echo "make test-vllm the tests of the vLLM plugin with vLLM $(VLLM), without a GPU"
 	@echo "make build     compile the native libraries in place; only what has changed"
 	@echo "make wheel     a wheel and an sdist in dist/, checked"
@@ -46,6 +47,19 @@ test: $(call installed,test) build
 test-gpu: $(call installed,test) build
 	@echo "== Running the GPU tests"
 	@$(PYTHON) -m pytest -m cuda $(ARGS)
+
+# Needs cmake and a GPU; a few minutes beside the build, most of them racecheck.
+SANITIZERS ?= memcheck racecheck initcheck synccheck
+sanitize:
+	@echo "== Building the C++ tests"
+	@cmake -S . -B build/sanitize -DCMAKE_CUDA_ARCHITECTURES=native
+	@cmake --build build/sanitize --parallel $(MAX_JOBS) --target cuda_test cuda_attention_test
+	@for test in cuda cuda_attention; do \
+	    for tool in $(SANITIZERS); do \
+	        echo "== $$tool: $$test"; \
+	        compute-sanitizer --tool $$tool --error-exitcode 9 build/sanitize/tests/cpp/$${test}_test; \
+	    done; \
+	done
 
 # Not in $(VENV): vLLM without what it needs on a GPU. PYTHON_VLLM=/path/to/python as PYTHON.
 test-vllm: build $(if $(PYTHON_VLLM),,$(VLLM:%=.venv-vllm-%/.test))

@@ -27,7 +27,7 @@ inline constexpr int kDecodeStaticBytes = 10240;  ///< room for DecodeShared
 inline constexpr int kMaxStages = 32;             ///< of all rings of a block
 
 /// A number that is the same in all lanes, told to the compiler: it branches on it without
-/// provisions for lanes that part.
+/// provisions for lanes that part. All lanes take part, so also in what calls this: own_warp().
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(device::kAllLanes, x, 0); }
 
 /// The number of the warp in its block; found anew where it is wanted, so that it is in no register
