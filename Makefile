@@ -29,7 +29,8 @@ help:
 	@echo "make sanitize  the C++ tests of the CUDA kernels under compute-sanitizer ($(SANITIZERS))"
 	@echo "make test-vllm the tests of the vLLM plugin with vLLM $(VLLM), without a GPU"
 	@echo "make build     compile the native libraries in place; only what has changed"
-	@echo "make wheel     a wheel and an sdist in dist/, checked"
+	@echo "make wheel     a wheel and an sdist in dist/, checked; CODE='90a-real' if it is for other GPUs"
+	@echo "               than cmake/architectures.txt says, CODE= if there is no nvcc"
 	@echo "make check-install  install these for PYTHONS='$(PYTHONS)' and TORCHES='$(TORCHES)'"
 	@echo "make lint      ruff, mypy and clang-format, nothing is changed"
 	@echo "make format    ruff and clang-format, in place"
@@ -81,7 +82,7 @@ wheel: build
 	@rm -rf build/lib* build/bdist* dist
 	@$(PYTHON) -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps -w dist .
 	@$(PYTHON) setup.py -q sdist --dist-dir dist
-	@$(PYTHON) tests/install/archives.py $(if $(CODE),--architectures "$(CODE)") dist/kvarn-*
+	@$(PYTHON) tests/install/archives.py $(if $(filter undefined,$(origin CODE)),,--architectures "$(CODE)") dist/kvarn-*
 
 PYTHONS ?= python3
 TORCHES ?= 2.13.0

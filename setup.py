@@ -134,6 +134,14 @@ class BuildExt(cpp_extension.BuildExtension):
                 setattr(self.compiler, name, [word for word in command if word not in paths])
         super().build_extensions()
 
+    def copy_extensions_to_source(self) -> None:
+        """Of `kvarn._host`, Python takes a library of its own version before one of the stable ABI:
+        that of an earlier build must not hide this one."""
+        package = Path(self.get_finalized_command("build_py").get_package_dir("kvarn"))
+        for old in package.glob("_host.cpython-*.so"):
+            old.unlink()
+        super().copy_extensions_to_source()
+
     def get_ext_filename(self, ext_name: str) -> str:
         """The op libraries are no Python modules: their names carry no Python version."""
         return re.sub(r"(_ops_\w+)\..*", r"\1.so", super().get_ext_filename(ext_name))

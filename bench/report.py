@@ -228,7 +228,8 @@ def serving_tables(path: Path) -> str:
     if not path.exists():
         return "Not recorded yet.\n"
     run = record.load(path)
-    parts = [f"{where(run)}; format {run['rows'][0]['format']}.\n"]
+    note = f" {run['note']}" if "note" in run else ""
+    parts = [f"{where(run)}; format {run['rows'][0]['format']}.{note}\n"]
     for what, title, keys in (
         ("attention", "A layer: update of the cache and attention", ("batch", "context", "seals")),
         ("model", "A model of Qwen3-8B's layers", ("batch", "context", "layers")),

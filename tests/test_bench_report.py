@@ -233,8 +233,10 @@ def test_whole_decode_steps(tmp_path):
         },
     ]  # fmt: skip
     machine = {"gpu": "G", "driver": "1", "cuda": "2", "torch": "3", "date": "4", "commit": "5"}
-    path.write_text(json.dumps({**machine, "rows": [common | row for row in rows]}))
+    note = "The model: commit 6."
+    path.write_text(json.dumps({**machine, "note": note, "rows": [common | row for row in rows]}))
     text = report.serving_tables(path)
+    assert text.startswith(f"G (driver 1, CUDA 2), torch 3, 4, commit 5; format {NAME}. {note}\n")
     assert "| 64 | 16384 | 1 | **200.0 us** | 1.00 ms (5.00x) |" in text
     assert "| 64 | 16384 | 4 | **2.00 ms** | 32,000 |" in text
     assert "| 36 | 16384 | 128.0 GiB | **220** | 221 | 55 | 4.00 |" in text

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import runpy
 import shutil
 import struct
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
+import setuptools
 import torch
 from install import archives
 
@@ -236,6 +239,26 @@ def test_a_stated_cuda_home_is_taken_or_refused(environment, words):
     )
     assert words in done.stdout + done.stderr
     assert (done.returncode == 0) == (environment["CUDA_HOME"] == "")
+
+
+def test_an_earlier_build_does_not_hide_a_later_one(tmp_path, monkeypatch):
+    """Of two libraries, Python imports that of its own version."""
+    made = {}
+    monkeypatch.setenv("CUDA_HOME", "")
+    monkeypatch.setattr(setuptools, "setup", made.update)
+    runpy.run_path(str(ROOT / "setup.py"))
+    monkeypatch.chdir(tmp_path)
+    names = [f"_host{suffix}" for suffix in EXTENSION_SUFFIXES]
+    assert names.index("_host.abi3.so") > 0
+    (tmp_path / "kvarn").mkdir()
+    for name in (*names, "_ops_cpu.so"):
+        (tmp_path / "kvarn" / name).touch()
+    command = made["cmdclass"]["build_ext"](setuptools.Distribution({"ext_modules": []}))
+    command.ensure_finalized()
+    command.copy_extensions_to_source()
+    left = {path.name for path in (tmp_path / "kvarn").iterdir()}
+    assert left == {"_host.abi3.so", "_host.so", "_ops_cpu.so"}
+    assert next(name for name in names if name in left) == "_host.abi3.so"
 
 
 @pytest.mark.parametrize(
