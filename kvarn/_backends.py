@@ -67,10 +67,13 @@ def has_code(architectures: str, capability: tuple[int, int]) -> bool:
     Machine code runs on its major version from its minor version on, that of a variant (`a`) on
     that very version, PTX on every later one.
     """
-    names = re.findall(r"(\d+)\.(\d+)([af]?)(\+PTX)?", architectures)
-    for major, minor, variant, ptx in names:
+    for name in re.split(r"[;\s]+", architectures.strip("; ")):
+        known = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", name)
+        if known is None:  # "Hopper", or nothing: torch chose
+            return True
+        major, minor, variant, ptx = known.groups()
         own = (int(major), int(minor))
         later = variant != "a" and own < capability and (own[0] == capability[0] or bool(ptx))
         if own == capability or later:
             return True
-    return not names  # "Hopper": not known
+    return False

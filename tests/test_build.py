@@ -269,6 +269,8 @@ def test_an_earlier_build_does_not_hide_a_later_one(tmp_path, monkeypatch):
         ("8.6", [(8, 6), (8, 9)], [(8, 0), (9, 0)]),
         ("8.0 10.0f", [(8, 9), (10, 0), (10, 3)], [(9, 0), (12, 0)]),
         ("Hopper", [(9, 0)], []),
+        ("9.0a;Ampere", [(8, 0), (9, 0)], []),
+        ("", [(9, 0)], []),
     ],
 )
 def test_gpus_that_a_library_is_built_for(architectures, runs, does_not):
