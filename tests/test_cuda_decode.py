@@ -243,7 +243,7 @@ def test_fault08_every_length(name: str) -> None:
 @pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 64, 127, 128, 129, 255, 256, 257, 600])
 def test_batches_of_any_size(count: int) -> None:
     # Ragged, with more tiles than warps, so that items count as more than their tiles. How many
-    # sequences a lane or a thread looks at, and whether warps do so alone, depends on the count.
+    # sequences a thread looks at depends on the count.
     fmt, kv_heads = Format("kvarn_k4v2_g128", head_dim=64), 4
     mean = 1200 * fmt.group // (kv_heads * count)
     lengths = [0 if i % 7 == 3 else 1 + (i * 7919 + 5) % (2 * mean) for i in range(count)]

@@ -286,7 +286,9 @@ def rows_of_step(common_attn_metadata: Any) -> np.ndarray | None:
     if rows is None or m.is_prefilling is None:
         return _rows
     count = len(rows)
-    # A request without tokens in the cache computes its prompt; a stand-in does neither.
+    # A request without tokens in the cache computes its prompt; a stand-in does neither. (vLLM's
+    # stand-ins with a past are of features that are refused: adaptive verification, captures with
+    # context parallelism.)
     new = np.diff(m.query_start_loc_cpu[: count + 1].numpy())
     past = m.seq_lens_cpu_upper_bound[:count].numpy() - new
     return np.where((past > 0) | m.is_prefilling[:count].numpy(), rows, -1)
