@@ -49,7 +49,7 @@ test-gpu: $(call installed,test) build
 	@echo "== Running the GPU tests"
 	@$(PYTHON) -m pytest -m cuda $(ARGS)
 
-# Needs cmake and a GPU; a few minutes beside the build, most of them racecheck.
+# Needs cmake, compute-sanitizer and a GPU.
 SANITIZERS ?= memcheck racecheck initcheck synccheck
 sanitize:
 	@echo "== Building the C++ tests"

@@ -425,9 +425,7 @@ def _most(allocate: Callable[[int], object], bound: int) -> int:
         try:
             allocate(middle)
             low = middle
-        except (
-            RuntimeError
-        ) as error:  # torch's own OutOfMemoryError is one; the driver may be first
+        except RuntimeError as error:  # torch's, which is one, or the driver's
             if "out of memory" not in str(error):
                 raise
             high = middle

@@ -42,11 +42,6 @@ __device__ __forceinline__ uint32_t multiply_half2(uint32_t a, uint32_t b) {
   return reinterpret_cast<const uint32_t&>(product);
 }
 
-__device__ __forceinline__ uint32_t pack_half2(float low, float high) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  return reinterpret_cast<const uint32_t&>(pair);
-}
-
 /// Eight fp16 numbers.
 __device__ __forceinline__ void unpack_half8(uint4 bits, float (&v)[8]) {
   const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};

@@ -6,8 +6,6 @@
 // as it is, of V movmatrix makes one.
 #pragma once
 
-#include <cuda_bf16.h>
-
 #include <cstdint>
 
 #include "device/attention_records.cuh"

@@ -340,6 +340,26 @@ __device__ __forceinline__ void take_codes(const float (&x)[kStrip], const float
       sums);
 }
 
+/// Weighted mean and variance of a row of x.
+struct RowMoments {
+  float rest;
+  float variance;
+};
+
+/// The codes of a row by `fit`, and least squares against them, which `fit` becomes.
+template <class Shape>
+__device__ __forceinline__ RowMoments fit_codes(const float (&x)[kStrip], const float (&w)[kStrip],
+                                                float levels, float middle, float inverse_weight,
+                                                Affine& fit) {
+  float q[kStrip];
+  float sums[5];
+  take_codes<Shape, true, true>(x, w, coding_of(fit, levels), levels, kRounding + middle, q, sums);
+  const float rest = sums[0] * inverse_weight;
+  const float variance = fmaf(sums[1], inverse_weight, -rest * rest);
+  refit(code_moments(sums[2], sums[3], sums[4], rest, inverse_weight), rest, middle, fit);
+  return {rest, variance};
+}
+
 /// Codes and scales, from column scales that are in effect (put_col_scale). Starts after a barrier.
 template <class Shape>
 __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
@@ -375,12 +395,8 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
         fit.scale = divide(range_share * (range.hi - range.lo), levels);
         fit.offset = (range.lo + range.hi - fit.scale * levels) / 2;
       }
+      const auto [rest, variance] = fit_codes<Shape>(x, w, levels, middle, inverse_weight, fit);
       float q[kStrip];
-      float of_row[5];
-      take_codes<Shape, true, true>(x, w, coding_of(fit, levels), levels, from, q, of_row);
-      const float rest = of_row[0] * inverse_weight;
-      const float variance = fmaf(of_row[1], inverse_weight, -rest * rest);
-      refit(code_moments(of_row[2], of_row[3], of_row[4], rest, inverse_weight), rest, middle, fit);
       float again[3];
       take_codes<Shape, false, true>(x, w, coding_of(fit, levels), levels, from, q, again);
       refit(code_moments(again[0], again[1], again[2], rest, inverse_weight), rest, middle, fit);
@@ -448,12 +464,8 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
       fit.offset += before - mean;
       float x[kStrip];
       load_centred(memory, at, places, step, mean, x);
+      const auto [rest, variance] = fit_codes<Shape>(x, w, levels, middle, inverse_weight, fit);
       float q[kStrip];
-      float of_row[5];
-      take_codes<Shape, true, true>(x, w, coding_of(fit, levels), levels, from, q, of_row);
-      const float rest = of_row[0] * inverse_weight;
-      const float variance = fmaf(of_row[1], inverse_weight, -rest * rest);
-      refit(code_moments(of_row[2], of_row[3], of_row[4], rest, inverse_weight), rest, middle, fit);
       float again[2];
       take_codes<Shape, false, false>(x, w, coding_of(fit, levels), levels, from, q, again);
       Affine out = fit;

@@ -25,8 +25,9 @@ NOT_IN_SDIST = re.compile(r"\.ci/|\.gitignore$")
 ADDED_BY_SETUPTOOLS = re.compile(r"PKG-INFO$|setup\.cfg$|kvarn\.egg-info/")
 #: What the libraries may be linked to: the system's own, and what every torch has.
 NEEDED = re.compile(r"lib(c|m|gcc_s|stdc\+\+|dl|rt|pthread|torch|torch_cpu)\.so|ld-linux")
-#: Folders of whoever builds.
-BUILD_PATHS = re.compile(rb"[\x20-\x7e]*/(?:home|root|tmp|work|usr|opt|build)/[\x20-\x7e]+")
+#: Folders of whoever builds: where this checkout is, and where others are.
+FOLDERS = "|".join(map(re.escape, (str(ROOT), "/home", "/root", "/tmp", "/usr", "/opt", "/build")))
+BUILD_PATHS = re.compile(rb"[\x20-\x7e]*(?:%s)/[\x20-\x7e]+" % FOLDERS.encode())
 
 
 def fatbins(library: bytes) -> Iterator[str]:
