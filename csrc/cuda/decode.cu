@@ -30,6 +30,7 @@ constexpr int64_t kAlignment = 16;
 /// of tiles, is seldom in the instruction cache.
 constexpr int kItemUnits = 4;
 constexpr int kMaxGroup = 128;
+constexpr int kMaxParts = 8;  ///< warps that share the bytes of a tile
 
 /// A number that is different for every call, and that nothing in memory has by chance. (A graph
 /// plays the same number again; so flags are taken down by who reads them.)
@@ -59,6 +60,13 @@ struct Device {
 /// Whether there is a kernel in which a warp has 16 rows (the registers do not hold that of all).
 bool has_two_blocks(const Format& f) { return f.head_dim == 64 || f == Format{4, 2, 128, 128}; }
 
+/// For usual decode steps.
+bool has_own_kernel(const Format& f) {
+#define KVARN_IS(k, v, g, d) f == Format{k, v, g, d} ||
+  return KVARN_DECODE_FORMATS(KVARN_IS) false;
+#undef KVARN_IS
+}
+
 /// How many query rows are worked on together, as many as a sequence of average length has: blocks
 /// of 8 of a warp, and warps that share the bytes of a tile.
 struct RowShape {
@@ -72,7 +80,7 @@ struct RowShape {
     // A row of two blocks is not rounded as one of a single block, and with splits a result must
     // not depend on what else is in the batch.
     if (count > device::kBlockRows && has_two_blocks(p.format) && p.split_tokens == 0) blocks = 2;
-    for (; parts < kDecodeWarps && rows() < count; parts *= 2) ++parts_shift;
+    for (; parts < kMaxParts && rows() < count; parts *= 2) ++parts_shift;
   }
   int rows() const { return blocks * parts * device::kBlockRows; }
 };
@@ -136,7 +144,7 @@ Workspace workspace_of(const DecodeWorkspaceParams& p, const Device& device) {
   const int64_t flags = split_tiles > 0 ? all * parts : all * 2;
   w.flag_bytes = (flags * int64_t{sizeof(uint64_t)} + kAlignment - 1) / kAlignment * kAlignment;
   w.piece_bytes = all * parts * state_bytes(p.format, shape) * (split_tiles > 0 ? 1 : 2);
-  if (split_tiles == 0) w.warp_piece_bytes = grid * kDecodeWarps * state_bytes(p.format, shape);
+  if (split_tiles == 0) w.warp_piece_bytes = grid * kMaxDecodeWarps * state_bytes(p.format, shape);
   return w;
 }
 
@@ -267,13 +275,6 @@ Status decode_attention(const DecodeParams& p) {
   plan.group_shift = f.group == 64 ? 6 : 7;
   plan.layout = record_layout(f);
   plan.stage_bytes = decode_stage_bytes(f);
-  const int room = device.shared_of_block - kDecodeStaticBytes;
-  plan.teams = std::min(kDecodeWarps / plan.row_parts, room / (2 * plan.stage_bytes));
-  if (plan.teams < 1) {
-    return Status::unsupported("this device has too little shared memory for two records of " +
-                               std::to_string(plan.stage_bytes) + " bytes");
-  }
-  plan.stages = std::min(room / (plan.teams * plan.stage_bytes), kMaxStages / kDecodeWarps);
   // One that hides nothing is none: positions before the first token would overflow with it.
   plan.window = p.window_left >= p.max_seq_len ? -1 : static_cast<int>(p.window_left);
   plan.split_tiles = static_cast<int>(
@@ -289,6 +290,15 @@ Status decode_attention(const DecodeParams& p) {
   plan.staging_aligned = is_aligned(p.kv.staging.data) && are_aligned(p.kv.staging.stride, 2);
   plan.q_aligned = is_aligned(p.q) && are_aligned(p.q_stride, 2);
   plan.out_aligned = is_aligned(p.out) && are_aligned(p.out_stride, 2);
+  const bool usual = shape.blocks == 1 && has_own_kernel(f) && is_usual(p, plan);
+  const int warps = decode_warps(f, usual);
+  const int room = device.shared_of_block - kDecodeStaticBytes;
+  plan.teams = std::min(warps / plan.row_parts, room / (2 * plan.stage_bytes));
+  if (plan.teams < 1) {
+    return Status::unsupported("this device has too little shared memory for two records of " +
+                               std::to_string(plan.stage_bytes) + " bytes");
+  }
+  plan.stages = std::min(room / (plan.teams * plan.stage_bytes), kMaxStages / warps);
   auto* const memory = static_cast<char*>(p.workspace);
   plan.launch = random_number();
   plan.flags = reinterpret_cast<uint64_t*>(memory);
@@ -302,10 +312,9 @@ Status decode_attention(const DecodeParams& p) {
     plan.inverse_aligned = inverse_of(static_cast<int>(plan.aligned_shares));
   }
   const int ring_bytes = plan.teams * plan.stages * plan.stage_bytes;
-  const int shared_bytes =
-      std::max(ring_bytes, static_cast<int>(kDecodeWarps * state_bytes(f, shape)));
+  const int shared_bytes = std::max(ring_bytes, static_cast<int>(warps * state_bytes(f, shape)));
   const auto go = [&](auto launch) { return launch(p, plan, grid, shared_bytes); };
-  if (shape.blocks == 1 && is_usual(p, plan)) {
+  if (usual) {
 #define KVARN_LAUNCH(k, v, g, d) \
   if (f == Format{k, v, g, d}) return go(launch_decode<StaticFormat<k, v, g, d, true>, 1>);
     KVARN_DECODE_FORMATS(KVARN_LAUNCH)

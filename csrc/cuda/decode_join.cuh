@@ -176,7 +176,7 @@ __device__ __forceinline__ void join_units(const DecodeParams& p, const DecodePl
 /// Border b is that before team b. A run of borders that cut the same item makes one piece of it.
 /// If the item begins and ends in this block that is all of it, and a warp writes it. If not, all
 /// warps together make the piece, for the block where the item ends, which adds up all of them.
-template <int kDim, int kBlocks>
+template <int kDim, int kBlocks, int kWarps>
 __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodePlan& plan,
                                             DecodeShared& shared, int teams,
                                             const float4* last_pieces, int lane) {
@@ -199,7 +199,7 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
   };
 
   // A bit a team.
-  const TeamShare& own = shared.share[lane % kDecodeWarps];
+  const TeamShare& own = shared.share[min(lane, kWarps - 1)];
   const unsigned all = (1u << teams) - 1;
   const unsigned begins = __ballot_sync(device::kAllLanes, own.cut_at_begin) & all;
   const unsigned middles = __ballot_sync(device::kAllLanes, own.middle) & all;
@@ -218,7 +218,7 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
     if (b == teams) return Pieces{cut, cut + stride, stride, b - from};
     return Pieces{
         plan.warp_pieces +
-            (static_cast<int64_t>(blockIdx.x) * kDecodeWarps + b * parts + part) * kStateVectors,
+            (static_cast<int64_t>(blockIdx.x) * kWarps + b * parts + part) * kStateVectors,
         cut, stride, b - from + 1};
   };
 
@@ -232,7 +232,7 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
     if (which == kFront ? !front_ends && !one_item : !back_is_cut || one_item) continue;
     const int border = which == kFront && front_ends ? front_run : teams;
 #pragma unroll 1
-    for (int i = warp; i < parts * kColumns; i += kDecodeWarps) {
+    for (int i = warp; i < parts * kColumns; i += kWarps) {
       const int part = i / kColumns;
       const int column = i % kColumns;
       const JoinedColumn joined =
@@ -254,7 +254,7 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
     const int b = __ffs(runs) - 1;
 #pragma unroll 1
     for (int part = 0; part < parts; ++part, ++task) {
-      if (task % kDecodeWarps != warp) continue;
+      if (task % kWarps != warp) continue;
       const Pieces pieces = pieces_of(b, part);
       State state;
       state.clear();
@@ -276,7 +276,7 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
   for (int i = lane; i < count - 1; i += kWarpLanes) wait_for_flag(plan, flag_of(i));
   __syncwarp();
 #pragma unroll 1
-  for (int i = warp; i < parts * kColumns; i += kDecodeWarps) {
+  for (int i = warp; i < parts * kColumns; i += kWarps) {
     const int part = i / kColumns;
     const int column = i % kColumns;
     const Pieces pieces{block_piece(from, kBack) + part * kStateVectors,
@@ -287,7 +287,8 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
   }
   __syncthreads();  // all have seen the flags
   // The same launch may be played again.
-  for (int i = static_cast<int>(threadIdx.x); i < count - 1; i += kDecodeThreads) *flag_of(i) = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < count - 1; i += kWarps * kWarpLanes)
+    *flag_of(i) = 0;
 }
 
 }  // namespace kvarn::cuda

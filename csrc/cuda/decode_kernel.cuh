@@ -32,29 +32,33 @@ inline constexpr bool kRunsOfLargeState = false;
 
 /// Asks for lines of an array that will be read when more is known: a line a thread of the grid,
 /// and by each block the first one, so that its SM has the address translated.
+template <int kThreads>
 __device__ __forceinline__ void ask_for(const void* data, int64_t bytes) {
   constexpr int kLine = 128;
   constexpr int64_t kMost = 512 << 10;
-  const int64_t at = (int64_t{blockIdx.x} * kDecodeThreads + threadIdx.x) * kLine;
+  const int64_t at = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kLine;
   const char* const start = static_cast<const char*>(data);
   if (at < min(bytes, kMost)) asm volatile("prefetch.global.L2 [%0];" ::"l"(start + at));
   if (threadIdx.x == 0 && bytes > 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(start));
 }
 
 /// The work cannot be known before the lengths are; their latency hides that of the rest.
+template <int kThreads>
 __device__ __forceinline__ void ask_for_inputs(const DecodeParams& p) {
   // Of two-dimensional arrays, from the first element to the last.
   const auto elements = [](int64_t rows, int64_t row_stride, int64_t cols, int64_t col_stride) {
     return cols == 0 ? 0 : (rows - 1) * row_stride + (cols - 1) * col_stride + 1;
   };
-  ask_for(p.q, 2 * (elements(p.tokens, p.q_stride[0], p.q_heads, p.q_stride[1]) +
-                    p.kv.format.head_dim - 1));
+  ask_for<kThreads>(p.q, 2 * (elements(p.tokens, p.q_stride[0], p.q_heads, p.q_stride[1]) +
+                              p.kv.format.head_dim - 1));
   const IndexMatrix& table = p.kv.block_table;
-  ask_for(table.data, (table.is_int64 ? 8 : 4) * elements(p.kv.seqs, table.row_stride,
-                                                          p.kv.table_width, table.col_stride));
+  ask_for<kThreads>(table.data,
+                    (table.is_int64 ? 8 : 4) *
+                        elements(p.kv.seqs, table.row_stride, p.kv.table_width, table.col_stride));
   const IndexArray& slot = p.kv.block_slot;
   if (slot) {
-    ask_for(slot.data, (slot.is_int64 ? 8 : 4) * elements(1, 0, p.kv.cache.blocks, slot.stride));
+    ask_for<kThreads>(slot.data,
+                      (slot.is_int64 ? 8 : 4) * elements(1, 0, p.kv.cache.blocks, slot.stride));
   }
 }
 
@@ -76,10 +80,11 @@ __device__ __forceinline__ int teams_of_block(const volatile Division& d) {
 }
 
 template <class F, int kBlocks>
-__global__ void __launch_bounds__(kDecodeThreads, 1)
+__global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
     decode_kernel(const __grid_constant__ DecodeParams params,
                   const __grid_constant__ DecodePlan any_plan) {
   constexpr int kDim = F::kDim_;
+  constexpr int kThreads = F::kWarps * kWarpLanes;
   constexpr bool kQueryAhead = F::kQueryAhead && kBlocks == 1;
   constexpr bool kRuns = F::kRuns && (kBlocks * kDim <= 128 || kRunsOfLargeState);
   constexpr int kStateVectors = device::SoftmaxState<kDim, kBlocks>::kVectors * kWarpLanes;
@@ -105,9 +110,9 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     device::barrier_init_fence();
   }
   device::wait_for_previous();
-  ask_for_inputs(p);
-  const int chunk = static_cast<int>((p.kv.seqs + kDecodeThreads - 1) / kDecodeThreads);
-  divide(p, plan, chunk, shared.scan, shared.division);
+  ask_for_inputs<kThreads>(p);
+  const int chunk = static_cast<int>((p.kv.seqs + kThreads - 1) / kThreads);
+  divide<F::kWarps>(p, plan, chunk, shared.scan, shared.division);
   TileWorker<F, kBlocks> worker{p, plan, lane};
   if (team < teams_of_block(shared.division)) {
     uint8_t* const ring = rings + team * plan.stages * stage_bytes;
@@ -122,7 +127,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     bool has_words = kQueryAhead;
     {
       Cursor cursor;
-      cursor.start(p, plan, shared.division, shared.scan, chunk, shared.division.share_of(team));
+      cursor.template start<F::kWarps>(p, plan, shared.division, shared.scan, chunk,
+                                       shared.division.share_of(team));
       if (kQueryAhead) {
         words.load(p, plan,
                    RowPlace(p, plan, cursor.seq, cursor.head, cursor.row_block, part,
@@ -225,7 +231,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       } else if (!(tile.flags & kBeginsItem) && (tile.flags & kEndsItem)) {
         worker.state.store(
             plan.warp_pieces +
-                (static_cast<int64_t>(blockIdx.x) * kDecodeWarps + own_warp()) * kStateVectors,
+                (static_cast<int64_t>(blockIdx.x) * F::kWarps + own_warp()) * kStateVectors,
             lane);
       }
       if (tile.flags & kEnd) break;
@@ -236,7 +242,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   if (plan.split_tiles > 0) {
     if (team >= teams) return;
     Cursor cursor;
-    cursor.start(p, plan, shared.division, shared.scan, chunk, shared.division.share_of(team));
+    cursor.template start<F::kWarps>(p, plan, shared.division, shared.scan, chunk,
+                                     shared.division.share_of(team));
     join_units<kDim, kBlocks>(p, plan, shared.division, cursor, part, lane);
     return;
   }
@@ -247,7 +254,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     worker.state.store(last_pieces + own_warp() * kStateVectors, lane);
   }
   __syncthreads();
-  join_shares<kDim, kBlocks>(p, plan, shared, teams, last_pieces, lane);
+  join_shares<kDim, kBlocks, F::kWarps>(p, plan, shared, teams, last_pieces, lane);
 }
 
 }  // namespace kvarn::cuda

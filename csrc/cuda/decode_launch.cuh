@@ -11,8 +11,8 @@ Status launch_decode(const DecodeParams& p, const DecodePlan& plan, int grid, in
   const auto kernel = decode_kernel<F, kBlocks>;
   const auto bytes = static_cast<size_t>(shared_bytes);
   if (Status status = allow_shared_memory(kernel, bytes); !status.ok()) return status;
-  return launch_early(kernel, dim3(static_cast<unsigned>(grid)), dim3(kDecodeThreads), bytes,
-                      p.stream, p, plan);
+  return launch_early(kernel, dim3(static_cast<unsigned>(grid)), dim3(F::kWarps * kWarpLanes),
+                      bytes, p.stream, p, plan);
 }
 
 }  // namespace kvarn::cuda

@@ -20,11 +20,15 @@
 
 namespace kvarn::cuda {
 
-inline constexpr int kDecodeWarps = 8;
-inline constexpr int kDecodeThreads = kDecodeWarps * kWarpLanes;
-inline constexpr int kMaxSplits = 128;  ///< of an item: longer sequences have longer splits
+inline constexpr int kMaxDecodeWarps = 12;  ///< of a block, see decode_warps()
+inline constexpr int kMaxSplits = 128;      ///< of an item: longer sequences have longer splits
 inline constexpr int kDecodeStaticBytes = 10240;  ///< room for DecodeShared
 inline constexpr int kMaxStages = 32;             ///< of all rings of a block
+
+/// The warps of a block. Twelve hide more of each other's latencies, if the registers suffice.
+constexpr KVARN_HD int decode_warps(const Format& format, bool usual) {
+  return usual && (format.group == 64 || format.head_dim == 64) ? 12 : 8;
+}
 
 /// A number that is the same in all lanes, told to the compiler: it branches on it without
 /// provisions for lanes that part. All lanes take part, so also in what calls this: own_warp().
@@ -215,9 +219,10 @@ struct Division {
 };
 
 struct SequenceScan {
-  int64_t before[kDecodeThreads];  ///< units of the sequences before those of each thread
-  int64_t units_of_warp[kDecodeWarps];
-  int64_t items_of_warp[kDecodeWarps];
+  int64_t
+      before[kMaxDecodeWarps * kWarpLanes];  ///< units of the sequences before those of each thread
+  int64_t units_of_warp[kMaxDecodeWarps];
+  int64_t items_of_warp[kMaxDecodeWarps];
 };
 
 __device__ __forceinline__ int64_t inclusive_scan(int64_t x, int lane) {
@@ -230,6 +235,7 @@ __device__ __forceinline__ int64_t inclusive_scan(int64_t x, int lane) {
 }
 
 /// All threads of a block; sequences [i * chunk, (i + 1) * chunk) are thread i's.
+template <int kWarps>
 __device__ __forceinline__ void divide(const DecodeParams& p, const DecodePlan& plan, int chunk,
                                        SequenceScan& scan, Division& division) {
   const int warp = threadIdx.x / kWarpLanes;
@@ -248,14 +254,14 @@ __device__ __forceinline__ void divide(const DecodeParams& p, const DecodePlan& 
     equal = equal && w.units == front.units && w.row_blocks == front.row_blocks;
   }
   equal = __syncthreads_and(equal);
-  const auto scanned = [&](int64_t own, int64_t (&of_warp)[kDecodeWarps], int64_t& all) {
+  const auto scanned = [&](int64_t own, int64_t (&of_warp)[kMaxDecodeWarps], int64_t& all) {
     const int64_t upto = inclusive_scan(own, lane);
     if (lane == kWarpLanes - 1) of_warp[warp] = upto;
     __syncthreads();
     int64_t before = upto - own;
     all = 0;
 #pragma unroll
-    for (int w = 0; w < kDecodeWarps; ++w) {
+    for (int w = 0; w < kWarps; ++w) {
       if (w == warp) before += all;
       all += of_warp[w];
     }
@@ -302,6 +308,7 @@ struct Cursor {
   int64_t item_start;  ///< number of the item's first unit in the whole batch
   SequenceWork work;
 
+  template <int kWarps>
   __device__ __forceinline__ void start(const DecodeParams& p, const DecodePlan& plan,
                                         const Division& d, const SequenceScan& scan, int chunk,
                                         unsigned share) {
@@ -312,10 +319,9 @@ struct Cursor {
     const auto last_of = [&](bool is) {
       return 31 - __clz(static_cast<int>(__ballot_sync(device::kAllLanes, is)));
     };
-    constexpr int kStep = kDecodeThreads / kWarpLanes;
     const int lane = static_cast<int>(threadIdx.x % kWarpLanes);
-    int owner = kStep * last_of(scan.before[kStep * lane] <= begin);
-    owner += last_of(lane < kStep && scan.before[owner + lane] <= begin);
+    int owner = kWarps * last_of(scan.before[kWarps * lane] <= begin);
+    owner += last_of(lane < kWarps && scan.before[owner + lane] <= begin);
     int64_t before = scan.before[owner];
     for (seq = owner * chunk;; ++seq) {
       work = sequence_work(p, plan, seq, d.item_units);

@@ -58,10 +58,10 @@ struct DecodeShared {
   device::Barrier full[kMaxStages];   ///< it does
   device::Barrier empty[kMaxStages];  ///< all lanes of all warps have read it
   StageTile tile[kMaxStages];
-  StagePiece piece[kMaxStages];      ///< of first tiles
-  StagePiece current[kDecodeWarps];  ///< of each warp
-  Cursor cursor[kDecodeWarps];       ///< of each team
-  TeamShare share[kDecodeWarps];
+  StagePiece piece[kMaxStages];         ///< of first tiles
+  StagePiece current[kMaxDecodeWarps];  ///< of each warp
+  Cursor cursor[kMaxDecodeWarps];       ///< of each team
+  TeamShare share[kMaxDecodeWarps];
   int front_block;  ///< where the block's first item begins
 };
 static_assert(sizeof(DecodeShared) <= kDecodeStaticBytes);

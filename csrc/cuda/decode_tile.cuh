@@ -151,6 +151,7 @@ struct StaticFormat {
   static constexpr bool kQueryAhead = kDim < 256;
   static constexpr bool kRuns = true;
   static constexpr bool kUsual = kIsUsual;
+  static constexpr int kWarps = decode_warps({kKeyBits, kValueBits, kGroup, kDim}, kIsUsual);
   static constexpr Format kFormat{kKeyBits, kValueBits, kGroup, kDim};
 
   __device__ __forceinline__ static constexpr Format format(const DecodeParams&) { return kFormat; }
@@ -186,6 +187,7 @@ struct AnyFormat {
   static constexpr bool kQueryAhead = false;
   static constexpr bool kRuns = kDim < 256;
   static constexpr bool kUsual = false;
+  static constexpr int kWarps = decode_warps({}, false);
 
   __device__ __forceinline__ static Format format(const DecodeParams& p) { return p.kv.format; }
   __device__ __forceinline__ static RecordLayout layout(const DecodePlan& plan) {
