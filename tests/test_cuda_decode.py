@@ -240,17 +240,35 @@ def test_fault08_every_length(name: str) -> None:
         check(case, 2, [count] * longest)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 64, 127, 128, 129, 255, 256, 257, 600])
-def test_batches_of_any_size(count: int) -> None:
+def test_batches_of_any_size(count: int, head_dim: int) -> None:
     # Ragged, with more tiles than warps, so that items count as more than their tiles. How many
     # sequences a thread looks at depends on the count.
-    fmt, kv_heads = Format("kvarn_k4v2_g128", head_dim=64), 4
+    fmt, kv_heads = Format("kvarn_k4v2_g128", head_dim), 4
     mean = 1200 * fmt.group // (kv_heads * count)
     lengths = [0 if i % 7 == 3 else 1 + (i * 7919 + 5) % (2 * mean) for i in range(count)]
     lengths[0] = 2 * mean
     case = Case(fmt, lengths, kv_heads=kv_heads, dtype=torch.float16)
     check(case, kv_heads)
     check(case, 8 * kv_heads, [(i + 2) % 4 for i in range(count)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("first_staged", [True, False])
+@pytest.mark.parametrize("name", ["kvarn_k4v2_g128", "kvarn_k4v4_g128"])
+def test_batches_that_fill_the_device(name: str, first_staged: bool, dtype: torch.dtype) -> None:
+    # So many items that another kernel is taken. Each length from nothing on; some are long.
+    lengths, kv_heads = [*range(301), *range(700, 3000, 100)], 5
+    case = Case(
+        Format(name, 128), lengths, kv_heads=kv_heads, dtype=dtype, first_staged=first_staged
+    )
+    for ratio in (1, 4, 7, 8):
+        q = torch.randn(len(lengths), kv_heads * ratio, 128).to(dtype)
+        result = decode(case, q)
+        assert_near(result, expected(case, q, None), torch.finfo(dtype).eps)
+        again = decode(case, q)
+        assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
 
 
 @pytest.mark.parametrize("ratio", RATIOS)

@@ -15,7 +15,7 @@
 
 namespace kvarn::cuda {
 
-template <int kKeyBits, int kValueBits, int kGroup, int kDim, bool kIsUsual>
+template <int kKeyBits, int kValueBits, int kGroup, int kDim, bool kIsUsual, bool kIsWide>
 struct StaticFormat;
 template <int kDim>
 struct AnyFormat;
@@ -44,6 +44,7 @@ uint64_t random_number() {
 struct Device {
   int multiprocessors = 0;
   int shared_of_block = 0;
+  int major = 0;  ///< of the compute capability
 
   cudaError_t read() {
     int device = 0;
@@ -53,6 +54,7 @@ struct Device {
     };
     get(multiprocessors, cudaDevAttrMultiProcessorCount);
     get(shared_of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    get(major, cudaDevAttrComputeCapabilityMajor);
     return error;
   }
 };
@@ -65,6 +67,17 @@ bool has_own_kernel(const Format& f) {
 #define KVARN_IS(k, v, g, d) f == Format{k, v, g, d} ||
   return KVARN_DECODE_FORMATS(KVARN_IS) false;
 #undef KVARN_IS
+}
+
+/// Whether the work is so much that twelve warps a block do it faster than eight, which share it in
+/// fewer parts. Only the code for sm_90 has such a kernel.
+bool is_wide(const DecodeParams& p, const Device& device) {
+  constexpr int kItemsOfSm = 3;
+#define KVARN_IS(k, v, g, d) p.kv.format == Format{k, v, g, d} ||
+  const bool has_kernel = KVARN_WIDE_DECODE_FORMATS(KVARN_IS) false;
+#undef KVARN_IS
+  return device.major == 9 && has_kernel &&
+         p.kv.seqs * p.kv.kv_heads >= int64_t{kItemsOfSm} * device.multiprocessors;
 }
 
 /// How many query rows are worked on together, as many as a sequence of average length has: blocks
@@ -291,14 +304,16 @@ Status decode_attention(const DecodeParams& p) {
   plan.q_aligned = is_aligned(p.q) && are_aligned(p.q_stride, 2);
   plan.out_aligned = is_aligned(p.out) && are_aligned(p.out_stride, 2);
   const bool usual = shape.blocks == 1 && has_own_kernel(f) && is_usual(p, plan);
-  const int warps = decode_warps(f, usual);
   const int room = device.shared_of_block - kDecodeStaticBytes;
-  plan.teams = std::min(warps / plan.row_parts, room / (2 * plan.stage_bytes));
+  const bool wide = usual && is_wide(p, device);
+  const int warps = decode_warps(f, usual, wide);
+  // The two stages of a wide ring share the bytes of one.
+  plan.teams = std::min(warps / plan.row_parts, room / ((wide ? 1 : 2) * plan.stage_bytes));
   if (plan.teams < 1) {
     return Status::unsupported("this device has too little shared memory for two records of " +
                                std::to_string(plan.stage_bytes) + " bytes");
   }
-  plan.stages = std::min(room / (plan.teams * plan.stage_bytes), kMaxStages / warps);
+  plan.stages = wide ? 2 : std::min(room / (plan.teams * plan.stage_bytes), kMaxStages / warps);
   auto* const memory = static_cast<char*>(p.workspace);
   plan.launch = random_number();
   plan.flags = reinterpret_cast<uint64_t*>(memory);
@@ -311,18 +326,24 @@ Status decode_attention(const DecodeParams& p) {
   if (plan.aligned_shares > 0) {
     plan.inverse_aligned = inverse_of(static_cast<int>(plan.aligned_shares));
   }
-  const int ring_bytes = plan.teams * plan.stages * plan.stage_bytes;
+  const int ring_bytes = plan.teams * (wide ? 1 : plan.stages) * plan.stage_bytes;
   const int shared_bytes = std::max(ring_bytes, static_cast<int>(warps * state_bytes(f, shape)));
   const auto go = [&](auto launch) { return launch(p, plan, grid, shared_bytes); };
+  if (wide) {
+#define KVARN_LAUNCH(k, v, g, d) \
+  if (f == Format{k, v, g, d}) return go(launch_decode<StaticFormat<k, v, g, d, true, true>, 1>);
+    KVARN_WIDE_DECODE_FORMATS(KVARN_LAUNCH)
+#undef KVARN_LAUNCH
+  }
   if (usual) {
 #define KVARN_LAUNCH(k, v, g, d) \
-  if (f == Format{k, v, g, d}) return go(launch_decode<StaticFormat<k, v, g, d, true>, 1>);
+  if (f == Format{k, v, g, d}) return go(launch_decode<StaticFormat<k, v, g, d, true, false>, 1>);
     KVARN_DECODE_FORMATS(KVARN_LAUNCH)
 #undef KVARN_LAUNCH
   }
   const bool one = shape.blocks == 1;
   if (f == Format{4, 2, 128, 128}) {
-    using Known = StaticFormat<4, 2, 128, 128, false>;
+    using Known = StaticFormat<4, 2, 128, 128, false, false>;
     return one ? go(launch_decode<Known, 1>) : go(launch_decode<Known, 2>);
   }
   switch (f.head_dim) {

@@ -9,17 +9,22 @@ namespace kvarn::cuda {
 
 /// Of the first warp of a team, all lanes together. Tiles are looked up as many of a piece at a
 /// time as there are lanes: lane i knows where tile first_ + i lies, and copies it.
+///
+/// kParts: a stage is filled as it is used up, first its keys and then its values, each with a
+/// barrier of its own.
+template <bool kParts>
 class Feeder {
  public:
   __device__ __forceinline__ Feeder(const DecodeParams& p, const DecodePlan& plan,
                                     DecodeShared& shared, uint8_t* ring, int stage_bytes,
-                                    int record_bytes, int team, int lane)
+                                    const RecordLayout& layout, int team, int lane)
       : p_(p),
         plan_(plan),
         shared_(shared),
         ring_(ring),
         stage_bytes_(stage_bytes),
-        record_bytes_(record_bytes),
+        record_bytes_(layout.bytes),
+        key_bytes_(layout.value_codes),
         team_(team),
         lane_(lane) {}
 
@@ -34,50 +39,75 @@ class Feeder {
   }
 
   /// Fills all stages that are free. The warp itself goes on to the next stage it has not used up,
-  /// which will have been filled.
+  /// which will have been filled. kParts: and looks ahead for the tile behind.
   __device__ __forceinline__ void fill() {
-    while ((flags_ & kEnd) == 0 && ahead_ < plan_.stages) {
-      // What a team of one warp has used up is free.
-      if (plan_.row_parts > 1 && lap_ > 0) {
-        device::Barrier* const empty = &shared_.empty[team_ * plan_.stages + stage_];
-        const unsigned parity = (lap_ - 1) & 1;
+    if constexpr (kParts) {
+      while ((flags_ & (kEnd | kPending)) == 0) {
+        look();
         if (ahead_ == 0) {
-          device::barrier_wait(empty, parity);
-        } else if (!__all_sync(device::kAllLanes, device::barrier_passed(empty, parity))) {
-          return;
+          ask_for_keys();
+          ask_for_values();
+          ++ahead_;
         }
       }
-      fill_stage();
-      ++ahead_;
+    } else {
+      while ((flags_ & kEnd) == 0 && ahead_ < plan_.stages) {
+        // What a team of one warp has used up is free.
+        if (plan_.row_parts > 1 && lap_ > 0) {
+          device::Barrier* const empty = &shared_.empty[team_ * plan_.stages + stage_];
+          const unsigned parity = (lap_ - 1) & 1;
+          if (ahead_ == 0) {
+            device::barrier_wait(empty, parity);
+          } else if (!__all_sync(device::kAllLanes, device::barrier_passed(empty, parity))) {
+            return;
+          }
+        }
+        look();
+        ask_for_keys();
+        ask_for_values();
+        ++ahead_;
+      }
     }
   }
 
   /// The warp has used up a stage.
   __device__ __forceinline__ void use_up() { --ahead_; }
 
+  /// kParts: it has used up the keys, or then the values, and asks for the next ones.
+  __device__ __forceinline__ void use_up_keys() {
+    if (flags_ & kPending) ask_for_keys();
+  }
+  __device__ __forceinline__ void use_up_values() {
+    if (flags_ & kPending) ask_for_values();
+  }
+
   /// Of a team of one warp whose ring is full: how many tiles it can use up and replace one after
   /// the other without anything but copies: records of one piece, none of them its first or last,
   /// that have been looked up. seen: tokens that all its rows see.
   __device__ __forceinline__ int run_length(const Visible& seen) const {
     if ((flags_ & kEnd) != 0 || plan_.row_parts > 1 || next_ == found_) return 0;
-    const int tile = next_ - plan_.stages;  // to be used up next
+    const int tile = next_ - (kParts ? 1 : plan_.stages);  // to be used up next
     const int group = 1 << plan_.group_shift;
     const int from = max(run_from_, (seen.begin + group - 1) >> plan_.group_shift);
     if (tile < from) return 0;
     const unsigned staged = staged_ahead_ >> (next_ - first_);
     const int records = staged == 0 ? kWarpLanes : __ffs(static_cast<int>(staged)) - 1;
-    return max(min(min(found_ - next_, end_ - 1 - next_),
+    return max(min(min(found_ - next_, end_of_piece() - 1 - next_),
                    min(records, (seen.end >> plan_.group_shift) - tile)),
                0);
   }
 
-  /// Replaces one of them, which was just used up.
+  /// Replaces one of them, which was just used up; with kParts, its keys.
   __device__ __forceinline__ void replace() {
     const int at = team_ * plan_.stages + stage_;
     if (lane_ == next_ - first_) shared_.tile[at] = {next_, -1, flags_};
-    copy(next_ - first_, ring_ + stage_ * stage_bytes_, &shared_.full[at]);
-    ++next_;
-    if (++stage_ == plan_.stages) stage_ = 0;
+    copy(next_ - first_, stage(), &shared_.full[at]);
+    if (!kParts) advance();
+  }
+  __device__ __forceinline__ void replace_values() {
+    flags_ &= ~kPending;
+    copy_values(next_ - first_);
+    advance();
   }
 
  private:
@@ -88,9 +118,8 @@ class Feeder {
   __device__ __forceinline__ void open(const Cursor& cursor) {
     next_ = cursor.tile;
     run_from_ = next_ + 1;
-    end_ = cursor.tile_end;
     flags_ = kFirstTile | (cursor.begins_item() ? kBeginsItem : 0) |
-             (cursor.ends_item() ? kEndsItem : 0) | (next_ == end_ ? kNoTile : 0) |
+             (cursor.ends_item() ? kEndsItem : 0) | (next_ == cursor.tile_end ? kNoTile : 0) |
              (cursor.count == cursor.left ? kLastPiece : 0);
     if (lane_ == 0) {
       shared_.cursor[team_] = cursor;
@@ -107,11 +136,12 @@ class Feeder {
   /// The next tiles of the piece.
   __device__ __forceinline__ void find(const Cursor& cursor) {
     first_ = next_;
-    found_ = max(min(next_ + kWarpLanes, end_), next_ + 1);  // a piece without tiles has one stage
+    // A piece without tiles has one stage.
+    found_ = max(min(next_ + kWarpLanes, cursor.tile_end), next_ + 1);
     record_ = nullptr;
     slot_ = -1;
     const int tile = next_ + lane_;
-    if (tile < end_) {
+    if (tile < cursor.tile_end) {
       const int64_t block = p_.kv.block_table.at(cursor.seq, tile);
       if (p_.kv.block_slot.data != nullptr) slot_ = static_cast<int>(p_.kv.block_slot[block]);
       if (slot_ < 0) {
@@ -127,7 +157,7 @@ class Feeder {
     __syncwarp();
     Cursor cursor = shared_.cursor[team_];
     __syncwarp();
-    if (next_ < end_) {
+    if (next_ < cursor.tile_end) {
       find(cursor);
     } else {
       cursor.next(p_, plan_, shared_.division);
@@ -135,19 +165,24 @@ class Feeder {
     }
   }
 
-  __device__ __forceinline__ void fill_stage() {
+  __device__ __forceinline__ void advance() {
+    ++next_;
+    if (++stage_ == plan_.stages) stage_ = 0;
+  }
+
+  __device__ __forceinline__ uint8_t* stage() const {
+    return ring_ + (kParts ? 0 : stage_ * stage_bytes_);
+  }
+
+  /// Says what the next stage will hold.
+  __device__ __forceinline__ void look() {
     if (next_ == found_) more();
     const int at = team_ * plan_.stages + stage_;
     const int owner = next_ - first_;
-    const bool is_staged = (staged_ahead_ >> owner & 1) != 0;
-    int tokens = 0;
-    if (is_staged) {
-      __syncwarp();  // lane 0 has written the cursor
-      const int length = shared_.cursor[team_].work.length;
-      tokens = min(length - (next_ << plan_.group_shift), 1 << plan_.group_shift);
-    }
-    const bool is_whole = token_ + device::kStagedTokens >= tokens;  // with this stage
-    const bool is_last = is_whole && next_ + 1 >= end_;
+    __syncwarp();  // lane 0 has written the cursor
+    const int rows = staged_rows();
+    const bool is_whole = rows <= device::kStagedTokens;  // with this stage
+    const bool is_last = is_whole && next_ + 1 >= end_of_piece();
     if (is_last && (flags_ & kLastPiece) != 0) flags_ |= kEnd;
     __syncwarp();
     if (lane_ == owner) {
@@ -156,44 +191,72 @@ class Feeder {
         shared_.piece[at] = {c.seq,  c.head,       c.row_block,
                              c.unit, c.work.units, static_cast<int>(c.item_start)};
       }
-      shared_.tile[at] = {next_, is_staged ? token_ : -1, flags_ | (is_last ? kLastTile : 0)};
+      shared_.tile[at] = {next_, rows > 0 ? token_ : -1, flags_ | (is_last ? kLastTile : 0)};
       if (plan_.row_parts > 1) device::barrier_arrive(&shared_.told[at]);
     }
-    uint8_t* const stage = ring_ + stage_ * stage_bytes_;
-    if (is_staged) {
-      run_from_ = next_ + 1;
-      copy_staged(owner, tokens, stage, &shared_.full[at]);
+    if (rows > 0) run_from_ = next_ + 1;
+    flags_ = (flags_ & ~(kFirstTile | kPartOfTile)) | kPending | (is_whole ? 0 : kPartOfTile);
+  }
+
+  __device__ __forceinline__ int end_of_piece() const { return shared_.cursor[team_].tile_end; }
+
+  /// Of the next tile, if it is staged, from token_ on; else 0.
+  __device__ __forceinline__ int staged_rows() const {
+    if ((staged_ahead_ >> (next_ - first_) & 1) == 0) return 0;
+    const int length = shared_.cursor[team_].work.length;
+    return min(length - (next_ << plan_.group_shift), 1 << plan_.group_shift) - token_;
+  }
+
+  /// Of it: the keys or, unless kParts, all.
+  __device__ __forceinline__ void ask_for_keys() {
+    device::Barrier* const full = &shared_.full[team_ * plan_.stages + stage_];
+    if (const int rows = staged_rows(); rows > 0) {
+      copy_staged(next_ - first_, rows, 0, stage(), full);
+    } else {
+      copy(next_ - first_, stage(), full);
+    }
+  }
+
+  /// The rest, and on to the next.
+  __device__ __forceinline__ void ask_for_values() {
+    if constexpr (kParts) {
+      if (const int rows = staged_rows(); rows > 0) {
+        copy_staged(next_ - first_, rows, p_.kv.staging.stride[1], stage() + key_bytes_,
+                    &shared_.full_values[team_ * plan_.stages + stage_]);
+      } else {
+        copy_values(next_ - first_);
+      }
+    }
+    if (flags_ & kPartOfTile) {
       token_ += device::kStagedTokens;
     } else {
-      copy(owner, stage, &shared_.full[at]);
-    }
-    if (is_whole) {
       ++next_;
       token_ = 0;
     }
+    flags_ &= ~kPending;
     if (++stage_ == plan_.stages) {
       stage_ = 0;
       ++lap_;
     }
-    flags_ &= ~kFirstTile;
   }
 
-  /// 16 tokens of the owner's tile, which is staged, to a stage: keys, then values. Rows that the
-  /// sequence does not have are not read.
-  __device__ __forceinline__ void copy_staged(int owner, int tokens, uint8_t* stage,
+  /// 16 tokens of the owner's tile, which is staged, to a stage: keys, then values; with kParts the
+  /// keys, or what lies `part` elements behind them. Rows that the sequence does not have are not
+  /// read.
+  __device__ __forceinline__ void copy_staged(int owner, int rows, int64_t part, uint8_t* stage,
                                               device::Barrier* full) {
     const Staging& pool = p_.kv.staging;
     const int slot = __shfl_sync(device::kAllLanes, slot_, owner);
     const int head = shared_.cursor[team_].head;
     const int row_bytes = 2 * p_.kv.format.head_dim;
-    const int rows = min(tokens - token_, device::kStagedTokens);
     const auto* const keys = reinterpret_cast<const uint8_t*>(
-        static_cast<const uint16_t*>(pool.data) + slot * pool.stride[0] + head * pool.stride[2] +
-        token_ * pool.stride[3]);
-    const device::RowsCopy copy{keys, 2 * pool.stride[1], 2 * pool.stride[3], row_bytes, rows};
+        static_cast<const uint16_t*>(pool.data) + slot * pool.stride[0] + part +
+        head * pool.stride[2] + token_ * pool.stride[3]);
+    const device::RowsCopy copy{keys, 2 * pool.stride[1], 2 * pool.stride[3], row_bytes,
+                                min(rows, device::kStagedTokens)};
     uint8_t* const values = stage + device::kStagedTokens * row_bytes;
-    if (plan_.staging_aligned) {
-      device::RingCopy::copy_rows(copy, stage, values, full, lane_);
+    if (kParts || plan_.staging_aligned) {
+      device::RingCopy::copy_rows<kParts ? 1 : 2>(copy, stage, values, full, lane_);
       return;
     }
     copy.by_elements(stage, values, lane_);
@@ -202,12 +265,22 @@ class Feeder {
     if (lane_ == 0) device::RingCopy::arrive_alone(full);
   }
 
-  /// The record of the owner's tile, if it is one, to a stage.
+  /// The record of the owner's tile, if it is one, to a stage; with kParts its keys.
   __device__ __forceinline__ void copy(int owner, uint8_t* stage, device::Barrier* full) {
+    copy_bytes(owner, 0, kParts ? key_bytes_ : record_bytes_, stage, full);
+  }
+  __device__ __forceinline__ void copy_values(int owner) {
+    copy_bytes(owner, key_bytes_, record_bytes_ - key_bytes_, stage() + key_bytes_,
+               &shared_.full_values[team_ * plan_.stages + stage_]);
+  }
+
+  /// Bytes of the record from `begin` on.
+  __device__ __forceinline__ void copy_bytes(int owner, int begin, int bytes, uint8_t* to,
+                                             device::Barrier* full) {
     if (device::RingCopy::kOneLane && plan_.records_aligned) {
       if (lane_ != owner) return;
       if (record_ != nullptr) {
-        device::RingCopy::copy(stage, record_, record_bytes_, full, 0);
+        device::RingCopy::copy(to, record_ + begin, bytes, full, 0);
       } else {
         device::RingCopy::arrive_alone(full);
       }
@@ -216,10 +289,10 @@ class Feeder {
     const auto* const from = reinterpret_cast<const uint8_t*>(
         __shfl_sync(device::kAllLanes, reinterpret_cast<unsigned long long>(record_), owner));
     if (from != nullptr && plan_.records_aligned) {
-      device::RingCopy::copy(stage, from, record_bytes_, full, lane_);
+      device::RingCopy::copy(to, from + begin, bytes, full, lane_);
       return;
     }
-    if (from != nullptr) device::copy_bytes(stage, from, record_bytes_, lane_);
+    if (from != nullptr) device::copy_bytes(to, from + begin, bytes, lane_);
     device::fence_before_copies();
     __syncwarp();
     if (lane_ == 0) device::RingCopy::arrive_alone(full);
@@ -231,6 +304,7 @@ class Feeder {
   uint8_t* const ring_;
   const int stage_bytes_;
   const int record_bytes_;
+  const int key_bytes_;
   const int team_;
   const int lane_;
   int ahead_ = 0;     ///< stages that are filled and that the warp itself has not used up
@@ -240,7 +314,6 @@ class Feeder {
   int token_ = 0;     ///< of it, if it is staged
   int first_;         ///< tiles first_ .. found_ - 1 have been looked up
   int found_;
-  int end_;
   int flags_;
   const uint8_t* record_;  ///< of tile first_ + lane; null: there is none
   int slot_;               ///< -1: it is a record

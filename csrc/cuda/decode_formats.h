@@ -11,3 +11,9 @@
   X(4, 2, 64, 128)              \
   X(4, 2, 128, 64)              \
   X(4, 2, 128, 256)
+
+// Those of them that have another one, of twelve warps, for large batches (is_wide()):
+// decode_k*_wide.cu.
+#define KVARN_WIDE_DECODE_FORMATS(X) \
+  X(4, 2, 128, 128)                  \
+  X(4, 4, 128, 128)

@@ -10,6 +10,10 @@
 // (decode_feeder.cuh). Staged tiles pass it 16 tokens at a time (attention_staged.cuh). Items that
 // lie in several shares are put together in the same launch (decode_join.cuh); partial results are
 // in the original basis.
+//
+// Where the registers suffice there are twelve warps a block instead of eight (decode_warps()).
+// With D = G = 128 they do for the usual step of a large batch, but shared memory has one record a
+// warp then: its keys are replaced when the scores are made, its values when the sums are (kParts).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,13 +26,6 @@
 #include "device/dependent_launch.cuh"
 
 namespace kvarn::cuda {
-
-/// Whether there are registers for runs beside a large state: sm_80's copies take more.
-#if __CUDA_ARCH__ >= 900
-inline constexpr bool kRunsOfLargeState = true;
-#else
-inline constexpr bool kRunsOfLargeState = false;
-#endif
 
 /// Asks for lines of an array that will be read when more is known: a line a thread of the grid,
 /// and by each block the first one, so that its SM has the address translated.
@@ -86,15 +83,19 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   constexpr int kDim = F::kDim_;
   constexpr int kThreads = F::kWarps * kWarpLanes;
   constexpr bool kQueryAhead = F::kQueryAhead && kBlocks == 1;
-  constexpr bool kRuns = F::kRuns && (kBlocks * kDim <= 128 || kRunsOfLargeState);
+  constexpr bool kRuns = F::kRuns && (kBlocks * kDim <= 128 || kCopiesAreSmall);
   constexpr int kStateVectors = device::SoftmaxState<kDim, kBlocks>::kVectors * kWarpLanes;
+  if (F::kParts && !kCopiesAreSmall) {
+    __trap();  // nobody launches it there, see is_wide()
+    return;
+  }
   extern __shared__ __align__(128) uint8_t rings[];
   __shared__ DecodeShared shared;
   const int lane = threadIdx.x % kWarpLanes;
   touch(params);
   touch(any_plan);
   const DecodeParams p = F::kUsual ? usual(params) : params;
-  const DecodePlan plan = F::kUsual ? usual(any_plan) : any_plan;
+  const DecodePlan plan = F::kUsual ? usual<F::kParts>(any_plan) : any_plan;
   const int stage_bytes = F::stage_bytes(plan);
 
   const int team = own_warp() >> plan.parts_shift;
@@ -102,6 +103,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   if (part == 0 && lane == 0 && team < plan.teams) {
     for (int i = team * plan.stages; i < (team + 1) * plan.stages; ++i) {
       device::barrier_init(&shared.full[i], device::RingCopy::kArrivals);
+      if (F::kParts) device::barrier_init(&shared.full_values[i], device::RingCopy::kArrivals);
       if (plan.row_parts > 1) {
         device::barrier_init(&shared.told[i], 1);
         device::barrier_init(&shared.empty[i], plan.row_parts * kWarpLanes);
@@ -115,8 +117,8 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   divide<F::kWarps>(p, plan, chunk, shared.scan, shared.division);
   TileWorker<F, kBlocks> worker{p, plan, lane};
   if (team < teams_of_block(shared.division)) {
-    uint8_t* const ring = rings + team * plan.stages * stage_bytes;
-    Feeder feeder(p, plan, shared, ring, stage_bytes, F::layout(plan).bytes, team, lane);
+    uint8_t* const ring = rings + team * (F::kParts ? 1 : plan.stages) * stage_bytes;
+    Feeder<F::kParts> feeder(p, plan, shared, ring, stage_bytes, F::layout(plan), team, lane);
     const auto piece = [&]() -> StagePiece& { return shared.current[own_warp()]; };
     const auto rows_of = [&](const StagePiece& of) {
       return RowPlace(p, plan, of.seq, of.head, of.row_block, part, kBlocks * device::kBlockRows);
@@ -200,21 +202,44 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
         all_see = worker.all_see(first_token, tokens);
       }
       device::barrier_wait(&shared.full[at], parity);
-      const uint8_t* const data = ring + stage * stage_bytes;
+      const uint8_t* const data = ring + (F::kParts ? 0 : stage * stage_bytes);
+      const bool is_half = p.kv.staging.dtype == DType::kFloat16;  // or bfloat16
+      // The keys are used up, the values are wanted.
+      const auto between = [&] {
+        if constexpr (F::kParts) {
+          __syncwarp();
+          if (in_run) {
+            feeder.replace();
+          } else {
+            feeder.use_up_keys();
+          }
+          device::barrier_wait(&shared.full_values[at], parity);
+        }
+      };
       if (seen && is_record) {
-        worker.record(place, data, first_token, all_see);
-      } else if (seen && p.kv.staging.dtype == DType::kFloat16) {
-        worker.template staged<false>(place, data, first_token, all_see);
+        worker.record(place, data, first_token, all_see, between);
+      } else if (seen && is_half) {
+        worker.template staged<false>(place, data, first_token, all_see, between);
       } else if (seen) {
-        worker.template staged<true>(place, data, first_token, all_see);
+        worker.template staged<true>(place, data, first_token, all_see, between);
+      } else {
+        between();
       }
       __syncwarp();
       if (in_run) {
-        feeder.replace();
+        if constexpr (F::kParts) {
+          feeder.replace_values();
+        } else {
+          feeder.replace();
+        }
         --run;
       } else {
         if (plan.row_parts > 1) device::barrier_arrive(&shared.empty[at]);
-        if (part == 0) feeder.use_up();
+        if (F::kParts) {
+          feeder.use_up_values();
+        } else if (part == 0) {
+          feeder.use_up();
+        }
       }
       if (++turn == 2 * plan.stages) turn = 0;
 

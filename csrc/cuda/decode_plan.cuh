@@ -25,9 +25,10 @@ inline constexpr int kMaxSplits = 128;      ///< of an item: longer sequences ha
 inline constexpr int kDecodeStaticBytes = 10240;  ///< room for DecodeShared
 inline constexpr int kMaxStages = 32;             ///< of all rings of a block
 
-/// The warps of a block. Twelve hide more of each other's latencies, if the registers suffice.
-constexpr KVARN_HD int decode_warps(const Format& format, bool usual) {
-  return usual && (format.group == 64 || format.head_dim == 64) ? 12 : 8;
+/// The warps of a block. Twelve hide more of each other's latencies, if the registers suffice;
+/// `wide`: if they have to, and for more than one record a warp there is no room.
+constexpr KVARN_HD int decode_warps(const Format& format, bool usual, bool wide) {
+  return usual && (wide || format.group == 64 || format.head_dim == 64) ? 12 : 8;
 }
 
 /// A number that is the same in all lanes, told to the compiler: it branches on it without
@@ -100,7 +101,9 @@ __device__ __forceinline__ DecodeParams usual(DecodeParams p) {
   return p;
 }
 
+template <bool kIsWide>
 __device__ __forceinline__ DecodePlan usual(DecodePlan plan) {
+  if (kIsWide) plan.stages = 2;
   plan.parts_shift = 0;
   plan.row_parts = 1;
   plan.window = -1;

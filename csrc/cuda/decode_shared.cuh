@@ -23,6 +23,9 @@ enum StageFlags : int {
   kEndsItem = 16,   ///< and the last
   kNoTile = 32,     ///< the piece has no tiles
   kLastPiece = 64,  ///< of the share
+  // Of the feeder alone.
+  kPartOfTile = 128,  ///< what it looked at are staged tokens, and others of the tile follow
+  kPending = 256,     ///< their values have not been asked for
 };
 
 /// Whose tile it is.
@@ -54,9 +57,10 @@ struct TeamShare {
 struct DecodeShared {
   SequenceScan scan;
   Division division;
-  device::Barrier told[kMaxStages];   ///< tile (and piece) say what the stage will hold
-  device::Barrier full[kMaxStages];   ///< it does
-  device::Barrier empty[kMaxStages];  ///< all lanes of all warps have read it
+  device::Barrier told[kMaxStages];         ///< tile (and piece) say what the stage will hold
+  device::Barrier full[kMaxStages];         ///< it does
+  device::Barrier full_values[kMaxStages];  ///< its values, if they are asked for later
+  device::Barrier empty[kMaxStages];        ///< all lanes of all warps have read it
   StageTile tile[kMaxStages];
   StagePiece piece[kMaxStages];         ///< of first tiles
   StagePiece current[kMaxDecodeWarps];  ///< of each warp

@@ -139,19 +139,32 @@ __device__ __forceinline__ void pack_probabilities(
   }
 }
 
+/// Whether copying leaves registers for runs beside a large state, and for twelve warps: sm_80's
+/// takes more.
+#if __CUDA_ARCH__ >= 900
+inline constexpr bool kCopiesAreSmall = true;
+#else
+inline constexpr bool kCopiesAreSmall = false;
+#endif
+
 /// A format that the compiler knows, in the usual case (is_usual()) or any. Else told of it: how
 /// many tiles of 16 tokens are computed at once (kRowTiles: all of a record, unless D = 256), how
 /// many of 16 channels are summed up at once, and whether there are registers for the next query
 /// while one is worked on (kQueryAhead) and for runs of tiles that are like each other (kRuns).
-template <int kKeyBits, int kValueBits, int kGroup, int kDim, bool kIsUsual>
+/// kParts: twelve warps, for which shared memory has one record each, replaced part by part.
+template <int kKeyBits, int kValueBits, int kGroup, int kDim, bool kIsUsual, bool kIsWide = false>
 struct StaticFormat {
   static constexpr int kDim_ = kDim;
+  static constexpr bool kParts = kIsWide;
   static constexpr int kRowTiles = (kDim < 256 ? kGroup : device::kHalfTokens) / kFragmentDim;
-  static constexpr int kSumTiles = kDim < 256 ? kDim / kFragmentDim : device::kHalfTiles;
-  static constexpr bool kQueryAhead = kDim < 256;
+  // Chains of mma that run side by side; with D = 256 more would not fit the registers.
+  static constexpr int kScoreTiles = kDim == 256 ? 2 : kParts ? device::kHalfTiles : kRowTiles;
+  static constexpr int kSumTiles = kDim < 256 && !kParts ? kDim / kFragmentDim : device::kHalfTiles;
+  static constexpr bool kQueryAhead = kDim < 256 && !kParts;
   static constexpr bool kRuns = true;
   static constexpr bool kUsual = kIsUsual;
-  static constexpr int kWarps = decode_warps({kKeyBits, kValueBits, kGroup, kDim}, kIsUsual);
+  static constexpr int kWarps =
+      decode_warps({kKeyBits, kValueBits, kGroup, kDim}, kIsUsual, kIsWide);
   static constexpr Format kFormat{kKeyBits, kValueBits, kGroup, kDim};
 
   __device__ __forceinline__ static constexpr Format format(const DecodeParams&) { return kFormat; }
@@ -182,12 +195,14 @@ __device__ __forceinline__ void with_bits(int bits, const Fn& fn) {
 template <int kDim>
 struct AnyFormat {
   static constexpr int kDim_ = kDim;
+  static constexpr bool kParts = false;
   static constexpr int kRowTiles = device::kHalfTiles;
+  static constexpr int kScoreTiles = kDim == 256 ? 2 : kRowTiles;
   static constexpr int kSumTiles = device::kHalfTiles;
   static constexpr bool kQueryAhead = false;
   static constexpr bool kRuns = kDim < 256;
   static constexpr bool kUsual = false;
-  static constexpr int kWarps = decode_warps({}, false);
+  static constexpr int kWarps = decode_warps({}, false, false);
 
   __device__ __forceinline__ static Format format(const DecodeParams& p) { return p.kv.format; }
   __device__ __forceinline__ static RecordLayout layout(const DecodePlan& plan) {
@@ -204,6 +219,7 @@ struct TileWorker {
   static constexpr int kDim = F::kDim_;
   // With two blocks of rows the registers hold half as much of everything else.
   static constexpr int kRowTiles = kBlocks == 1 ? F::kRowTiles : device::kHalfTiles;
+  static constexpr int kScoreTiles = F::kScoreTiles < kRowTiles ? F::kScoreTiles : kRowTiles;
   static constexpr int kSumTiles = kBlocks == 1 ? F::kSumTiles : device::kHalfTiles;
   using State = device::SoftmaxState<kDim, kBlocks>;
   using Scores = float[kBlocks][kRowTiles][4];
@@ -294,85 +310,105 @@ struct TileWorker {
                                 start);
   }
 
-  /// A record in shared memory; place(): a RowPlace. plain: all_see().
-  template <class Place>
+  /// A record in shared memory; place(): a RowPlace. plain: all_see(). between() is called when its
+  /// keys have been read and before its values are.
+  template <class Place, class Between>
   __device__ __forceinline__ void record(const Place& place, const uint8_t* at, int first_token,
-                                         bool plain) {
+                                         bool plain, const Between& between) {
     constexpr int kTokens = kRowTiles * kFragmentDim;
-    const RecordLayout layout = F::layout(plan);
-    const Format format = F::format(p);
     device::ScaledQuery<kDim, kBlocks> scaled;
     device::Normalizer norm;
 #pragma unroll 1
-    for (int token = 0; token < format.group; token += kTokens) {
-      // The scaled query is made anew for each half where both would not fit the registers.
-      if (kDim == 256 || kBlocks == 2 || token == 0) {
-        device::scale_query(query, at + layout.key_channel_scale, at + layout.key_zero_point,
-                            device::CodeBits(format.key_bits), lane, scaled);
-      }
+    for (int token = 0; token < F::format(p).group; token += kTokens) {
       Scores scores;
-      with_bits(format.key_bits, [&](auto bits) {
-        constexpr int kBits = decltype(bits)::value;
-        device::score_tiles<kBits>(at + token * (kDim * kBits / 8), scaled, lane, scores);
-      });
-      float scale[kRowTiles / device::kHalfTiles][8];
-      load_token_scales(at + layout.key_token_scale + 2 * token, scale);
-      const device::CodeBits code(format.key_bits);
+      const float unit = record_scores(at, token, scaled, scores);
+      if (token + kTokens == F::format(p).group) between();
+      record_sums(place, at, first_token, token, plain, unit, scores, norm);
+    }
+  }
+
+  /// Scores of the tokens from `token` on, which the keys of the record make; returns their unit.
+  __device__ __forceinline__ float record_scores(const uint8_t* at, int token,
+                                                 device::ScaledQuery<kDim, kBlocks>& scaled,
+                                                 Scores& scores) {
+    const RecordLayout layout = F::layout(plan);
+    const Format format = F::format(p);
+    // The scaled query is made anew for each half where both would not fit the registers.
+    if (kDim == 256 || kBlocks == 2 || token == 0) {
+      device::scale_query(query, at + layout.key_channel_scale, at + layout.key_zero_point,
+                          device::CodeBits(format.key_bits), lane, scaled);
+    }
+    with_bits(format.key_bits, [&](auto bits) {
+      constexpr int kBits = decltype(bits)::value;
+      device::score_tiles<kBits, kScoreTiles>(at + token * (kDim * kBits / 8), scaled, lane,
+                                              scores);
+    });
+    float scale[kRowTiles / device::kHalfTiles][8];
+    load_token_scales(at + layout.key_token_scale + 2 * token, scale);
+    const device::CodeBits code(format.key_bits);
 #pragma unroll
-      for (int i = 0; i < kRowTiles / device::kHalfTiles; ++i) {
+    for (int i = 0; i < kRowTiles / device::kHalfTiles; ++i) {
 #pragma unroll
-        for (int k = 1; k < 8; k += 2) scale[i][k] *= code.row_factor(1) / code.row_factor(0);
-      }
+      for (int k = 1; k < 8; k += 2) scale[i][k] *= code.row_factor(1) / code.row_factor(0);
+    }
 #pragma unroll
-      for (int j = 0; j < kRowTiles; ++j) {
+    for (int j = 0; j < kRowTiles; ++j) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-#pragma unroll
-          for (int b = 0; b < kBlocks; ++b) {
-            scores[b][j][i] *= scale[j / device::kHalfTiles][j % device::kHalfTiles * 2 + i / 2];
-          }
-        }
-      }
-      const float unit = scaled.inverse * code.row_factor(0);
-      Probabilities operand;
-      float start[kBlocks][4];
-      RowsVisible<kBlocks> visible;
-      if (!plain) visible = place().template rows_visible<kBlocks>(p, plan, lane);
-      if (__builtin_expect(plain, 1)) {
-        weigh<true>(at, visible, first_token, token, unit, scores, norm, operand, start);
-      } else {
-        weigh<false>(at, visible, first_token, token, unit, scores, norm, operand, start);
-      }
-      unsigned skip = 0;
-      if (!plain) {
+      for (int i = 0; i < 4; ++i) {
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const Visible& seen = visible.row[b][i];
-            const int begin = first_token + token;
-            if (seen.end <= begin || seen.begin >= begin + kTokens) skip |= 1u << (2 * b + i);
-          }
+          scores[b][j][i] *= scale[j / device::kHalfTiles][j % device::kHalfTiles * 2 + i / 2];
         }
       }
-      const uint8_t* const scales = at + layout.value_channel_scale;
-      constexpr int kTiles = kDim / kFragmentDim;
-      with_bits(format.value_bits, [&](auto bits) {
-        constexpr int kBits = decltype(bits)::value;
-        constexpr device::CodeBits code(kBits);
-        const uint8_t* const codes = at + layout.value_codes + token * (kDim * kBits / 8);
-#pragma unroll
-        for (int first = 0; first < kTiles; first += kSumTiles) {
-          float sums[kBlocks][kSumTiles][4];
-          device::sum_tiles<kBits, kDim>(codes, first, operand, start, lane, sums);
-          if (__builtin_expect(plain, 1)) {
-            device::add_sums<false>(scales, norm.inverse, code, 0, first, sums, lane, state);
-          } else {
-            device::add_sums<true>(scales, norm.inverse, code, skip, first, sums, lane, state);
-          }
-        }
-      });
     }
+    return scaled.inverse * code.row_factor(0);
+  }
+
+  /// The rest, for which its values are needed.
+  template <class Place>
+  __device__ __forceinline__ void record_sums(const Place& place, const uint8_t* at,
+                                              int first_token, int token, bool plain, float unit,
+                                              Scores& scores, device::Normalizer& norm) {
+    const RecordLayout layout = F::layout(plan);
+    Probabilities operand;
+    float start[kBlocks][4];
+    RowsVisible<kBlocks> visible;
+    if (!plain) visible = place().template rows_visible<kBlocks>(p, plan, lane);
+    if (__builtin_expect(plain, 1)) {
+      weigh<true>(at, visible, first_token, token, unit, scores, norm, operand, start);
+    } else {
+      weigh<false>(at, visible, first_token, token, unit, scores, norm, operand, start);
+    }
+    unsigned skip = 0;
+    if (!plain) {
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const Visible& seen = visible.row[b][i];
+          const int begin = first_token + token;
+          const int end = begin + kRowTiles * kFragmentDim;
+          if (seen.end <= begin || seen.begin >= end) skip |= 1u << (2 * b + i);
+        }
+      }
+    }
+    const uint8_t* const scales = at + layout.value_channel_scale;
+    constexpr int kTiles = kDim / kFragmentDim;
+    with_bits(F::format(p).value_bits, [&](auto bits) {
+      constexpr int kBits = decltype(bits)::value;
+      constexpr device::CodeBits code(kBits);
+      const uint8_t* const codes = at + layout.value_codes + token * (kDim * kBits / 8);
+#pragma unroll
+      for (int first = 0; first < kTiles; first += kSumTiles) {
+        float sums[kBlocks][kSumTiles][4];
+        device::sum_tiles<kBits, kDim>(codes, first, operand, start, lane, sums);
+        if (__builtin_expect(plain, 1)) {
+          device::add_sums<false>(scales, norm.inverse, code, 0, first, sums, lane, state);
+        } else {
+          device::add_sums<true>(scales, norm.inverse, code, skip, first, sums, lane, state);
+        }
+      }
+    });
   }
 
   /// Takes the query, in the basis that is set. A power of two brings the largest element of a row
@@ -427,17 +463,51 @@ struct TileWorker {
     }
   }
 
-  /// 16 staged tokens in shared memory.
-  template <bool kBFloat16, class Place>
+  using StagedScores = float[kBlocks][1][4];
+
+  /// 16 staged tokens in shared memory; otherwise as record().
+  template <bool kBFloat16, class Place, class Between>
   __device__ __forceinline__ void staged(const Place& place, const uint8_t* at, int first_token,
-                                         bool plain) {
+                                         bool plain, const Between& between) {
+    StagedScores scores;
+    staged_scores<kBFloat16>(place, at, scores);
+    between();
+    const int to_values = F::kParts ? F::layout(plan).value_codes : device::staged_bytes(kDim) / 2;
+    staged_sums<kBFloat16>(place, at + to_values, first_token, plain, scores);
+  }
+
+  /// Scores of 16 staged tokens, whose keys are in shared memory.
+  template <bool kBFloat16, class Place>
+  __device__ __forceinline__ void staged_scores(const Place& place, const uint8_t* keys,
+                                                StagedScores& scores) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[b][0][i] = 0.f;
+    }
+    // Two parts of the query, see take_query(); with D = 256 there are no registers for that.
+    const int parts = kBFloat16 && kDim < 256 && p.dtype == DType::kFloat16 ? 2 : 1;
+#pragma unroll 1
+    for (int part = 0; part < parts; ++part) {
+      if (kBFloat16 && kDim < 256 && parts > 1) {
+        QueryWords<kDim, kBlocks> words;
+        words.load(p, plan, place(), lane);
+        take_query(words, part);
+      }
+      device::score_staged<kBFloat16>(keys, query, lane, scores);
+    }
+  }
+
+  /// The rest; their values are in shared memory.
+  template <bool kBFloat16, class Place>
+  __device__ __forceinline__ void staged_sums(const Place& place, const uint8_t* values,
+                                              int first_token, bool plain, StagedScores& scores) {
     using device::kStagedTokens;
     const auto tokens_of = [&](const Visible& seen) {
       const int begin = min(max(seen.begin - first_token, 0), kStagedTokens);
       const int end = min(max(seen.end - first_token, begin), kStagedTokens);
       return (1u << end) - (1u << begin);
     };
-    const uint8_t* const values = at + device::staged_bytes(kDim) / 2;
     unsigned kept = (1u << kStagedTokens) - 1;
     unsigned not_finite = 0;
     RowsVisible<kBlocks> visible;
@@ -457,18 +527,6 @@ struct TileWorker {
     }
     const int token = lane / 4 * 2;
     const int first = first_token + token - token_of(0, lane);  // as if it were that of a record
-    float scores[kBlocks][1][4] = {};
-    // Two parts of the query, see take_query(); with D = 256 there are no registers for that.
-    const int parts = kBFloat16 && kDim < 256 && p.dtype == DType::kFloat16 ? 2 : 1;
-#pragma unroll 1
-    for (int part = 0; part < parts; ++part) {
-      if (kBFloat16 && kDim < 256 && parts > 1) {
-        QueryWords<kDim, kBlocks> words;
-        words.load(p, plan, place(), lane);
-        take_query(words, part);
-      }
-      device::score_staged<kBFloat16>(at, query, lane, scores);
-    }
     probabilities<false>(rows, visible, 1.f, p.logits_soft_cap, first, lane, scores, state);
     device::ProbabilityOperand<1, kBlocks> operand;
     pack_probabilities<false, kBFloat16>(

@@ -204,7 +204,8 @@ struct CodeBlock {
 
 /// scores[block][j][2*i + parity]: token i of tile j, row 8*block + 2t + parity; without the token
 /// scale and without CodeBits::row_factor(i).
-template <int kBits, int kDim, int kBlocks, int kRowTiles>
+/// kChains: tiles that are computed side by side.
+template <int kBits, int kChains, int kDim, int kBlocks, int kRowTiles>
 __device__ __forceinline__ void score_tiles(const uint8_t* codes,
                                             const ScaledQuery<kDim, kBlocks>& query, int lane,
                                             float (&scores)[kBlocks][kRowTiles][4]) {
@@ -212,8 +213,6 @@ __device__ __forceinline__ void score_tiles(const uint8_t* codes,
   constexpr int kTiles = kDim / kFragmentDim;  // column tiles
   constexpr int kAtOnce = kTiles < Codes::kFragments ? kTiles : Codes::kFragments;
   constexpr int kRowTilesOfBlock = Codes::kFragments / kAtOnce;
-  // Chains of mma that run side by side; with D = 256 more would not fit the registers.
-  constexpr int kChains = kDim == 256 ? 2 : kRowTiles;
 #pragma unroll
   for (int chain = 0; chain < kRowTiles; chain += kChains) {
 #pragma unroll

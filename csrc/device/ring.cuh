@@ -80,7 +80,7 @@ __device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) 
 #endif
 }
 
-/// Rows of keys and of values that lie apart, to be put side by side.
+/// Rows of keys and of values that lie apart, to be put side by side; or of one of them.
 struct RowsCopy {
   const uint8_t* keys;
   int64_t to_values;  ///< bytes
@@ -113,14 +113,16 @@ struct BulkCopy {
   }
 
   /// All lanes: one copies all rows of keys or of values that lie side by side, or each lane one.
+  /// kMatrices: 2 both, 1 only the first.
+  template <int kMatrices>
   __device__ __forceinline__ static void copy_rows(const RowsCopy& from, uint8_t* keys,
                                                    uint8_t* values, Barrier* barrier, int lane) {
-    if (lane == 0) expect(2 * from.rows * from.row_bytes, barrier);
+    if (lane == 0) expect(kMatrices * from.rows * from.row_bytes, barrier);
     __syncwarp();
     const bool together = from.stride == from.row_bytes;
-    const int row = lane / 2;
+    const int row = lane / kMatrices;
     if (row >= (together ? 1 : from.rows)) return;
-    const bool is_value = lane % 2 != 0;
+    const bool is_value = lane % kMatrices != 0;
     start((is_value ? values : keys) + row * from.row_bytes,
           from.keys + (is_value ? from.to_values : 0) + row * from.stride,
           together ? from.rows * from.row_bytes : from.row_bytes, barrier);
@@ -168,12 +170,13 @@ struct LaneCopy {
     arrive(barrier, lane);
   }
 
+  template <int kMatrices>
   __device__ __forceinline__ static void copy_rows(const RowsCopy& from, uint8_t* keys,
                                                    uint8_t* values, Barrier* barrier, int lane) {
     for (int i = 16 * lane; i < from.rows * from.row_bytes; i += 16 * kWarpLanes) {
       const uint8_t* const key = from.keys + i / from.row_bytes * from.stride + i % from.row_bytes;
       copy_async_16(keys + i, key);
-      copy_async_16(values + i, key + from.to_values);
+      if (kMatrices == 2) copy_async_16(values + i, key + from.to_values);
     }
     arrive(barrier, lane);
   }
