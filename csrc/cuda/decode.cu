@@ -15,7 +15,7 @@
 
 namespace kvarn::cuda {
 
-template <int kKeyBits, int kValueBits, int kGroup, int kDim, bool kIsUsual, bool kIsWide>
+template <int kKeyBits, int kValueBits, int kGroup, int kDim, bool kIsUsual, bool kHasOneRecord>
 struct StaticFormat;
 template <int kDim>
 struct AnyFormat;
@@ -69,15 +69,17 @@ bool has_own_kernel(const Format& f) {
 #undef KVARN_IS
 }
 
-/// Whether the work is so much that twelve warps a block do it faster than eight, which share it in
-/// fewer parts. Only the code for sm_90 has such a kernel.
-bool is_wide(const DecodeParams& p, const Device& device) {
+/// Whether a kernel whose warps have a ring of one record each is faster: if the work is so much
+/// that twelve warps a block are faster than eight, which share it in fewer parts; if for eight
+/// warps with two records each there is no room. Only the code for sm_90 has such kernels.
+bool wants_one_record(const DecodeParams& p, const Device& device) {
   constexpr int kItemsOfSm = 3;
 #define KVARN_IS(k, v, g, d) p.kv.format == Format{k, v, g, d} ||
-  const bool has_kernel = KVARN_WIDE_DECODE_FORMATS(KVARN_IS) false;
+  const bool has_kernel = KVARN_ONE_RECORD_FORMATS(KVARN_IS) false;
 #undef KVARN_IS
+  const int64_t items = int64_t{p.kv.seqs} * p.kv.kv_heads;
   return device.major == 9 && has_kernel &&
-         p.kv.seqs * p.kv.kv_heads >= int64_t{kItemsOfSm} * device.multiprocessors;
+         (p.kv.format.head_dim == 256 || items >= int64_t{kItemsOfSm} * device.multiprocessors);
 }
 
 /// How many query rows are worked on together, as many as a sequence of average length has: blocks
@@ -305,15 +307,16 @@ Status decode_attention(const DecodeParams& p) {
   plan.out_aligned = is_aligned(p.out) && are_aligned(p.out_stride, 2);
   const bool usual = shape.blocks == 1 && has_own_kernel(f) && is_usual(p, plan);
   const int room = device.shared_of_block - kDecodeStaticBytes;
-  const bool wide = usual && is_wide(p, device);
-  const int warps = decode_warps(f, usual, wide);
-  // The two stages of a wide ring share the bytes of one.
-  plan.teams = std::min(warps / plan.row_parts, room / ((wide ? 1 : 2) * plan.stage_bytes));
+  const bool one_record = usual && wants_one_record(p, device);
+  const int warps = decode_warps(f, usual, one_record);
+  // The two stages of a one_record ring share the bytes of one.
+  plan.teams = std::min(warps / plan.row_parts, room / ((one_record ? 1 : 2) * plan.stage_bytes));
   if (plan.teams < 1) {
     return Status::unsupported("this device has too little shared memory for two records of " +
                                std::to_string(plan.stage_bytes) + " bytes");
   }
-  plan.stages = wide ? 2 : std::min(room / (plan.teams * plan.stage_bytes), kMaxStages / warps);
+  plan.stages =
+      one_record ? 2 : std::min(room / (plan.teams * plan.stage_bytes), kMaxStages / warps);
   auto* const memory = static_cast<char*>(p.workspace);
   plan.launch = random_number();
   plan.flags = reinterpret_cast<uint64_t*>(memory);
@@ -326,13 +329,13 @@ Status decode_attention(const DecodeParams& p) {
   if (plan.aligned_shares > 0) {
     plan.inverse_aligned = inverse_of(static_cast<int>(plan.aligned_shares));
   }
-  const int ring_bytes = plan.teams * (wide ? 1 : plan.stages) * plan.stage_bytes;
+  const int ring_bytes = plan.teams * (one_record ? 1 : plan.stages) * plan.stage_bytes;
   const int shared_bytes = std::max(ring_bytes, static_cast<int>(warps * state_bytes(f, shape)));
   const auto go = [&](auto launch) { return launch(p, plan, grid, shared_bytes); };
-  if (wide) {
+  if (one_record) {
 #define KVARN_LAUNCH(k, v, g, d) \
   if (f == Format{k, v, g, d}) return go(launch_decode<StaticFormat<k, v, g, d, true, true>, 1>);
-    KVARN_WIDE_DECODE_FORMATS(KVARN_LAUNCH)
+    KVARN_ONE_RECORD_FORMATS(KVARN_LAUNCH)
 #undef KVARN_LAUNCH
   }
   if (usual) {

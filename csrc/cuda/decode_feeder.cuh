@@ -10,9 +10,10 @@ namespace kvarn::cuda {
 /// Of the first warp of a team, all lanes together. Tiles are looked up as many of a piece at a
 /// time as there are lanes: lane i knows where tile first_ + i lies, and copies it.
 ///
-/// kParts: a stage is filled as it is used up, first its keys and then its values, each with a
-/// barrier of its own.
-template <bool kParts>
+/// kOneRecord: the ring has the bytes of one record. They are replaced as they are used up, first
+/// its keys and then its values, which have a barrier of their own; all else is double, as for two
+/// stages.
+template <bool kOneRecord>
 class Feeder {
  public:
   __device__ __forceinline__ Feeder(const DecodeParams& p, const DecodePlan& plan,
@@ -39,9 +40,9 @@ class Feeder {
   }
 
   /// Fills all stages that are free. The warp itself goes on to the next stage it has not used up,
-  /// which will have been filled. kParts: and looks ahead for the tile behind.
+  /// which will have been filled. kOneRecord: and looks ahead for the tile behind.
   __device__ __forceinline__ void fill() {
-    if constexpr (kParts) {
+    if constexpr (kOneRecord) {
       while ((flags_ & (kEnd | kPending)) == 0) {
         look();
         if (ahead_ == 0) {
@@ -73,7 +74,7 @@ class Feeder {
   /// The warp has used up a stage.
   __device__ __forceinline__ void use_up() { --ahead_; }
 
-  /// kParts: it has used up the keys, or then the values, and asks for the next ones.
+  /// kOneRecord: it has used up the keys, or then the values, and asks for the next ones.
   __device__ __forceinline__ void use_up_keys() {
     if (flags_ & kPending) ask_for_keys();
   }
@@ -86,7 +87,7 @@ class Feeder {
   /// that have been looked up. seen: tokens that all its rows see.
   __device__ __forceinline__ int run_length(const Visible& seen) const {
     if ((flags_ & kEnd) != 0 || plan_.row_parts > 1 || next_ == found_) return 0;
-    const int tile = next_ - (kParts ? 1 : plan_.stages);  // to be used up next
+    const int tile = next_ - (kOneRecord ? 1 : plan_.stages);  // to be used up next
     const int group = 1 << plan_.group_shift;
     const int from = max(run_from_, (seen.begin + group - 1) >> plan_.group_shift);
     if (tile < from) return 0;
@@ -97,12 +98,12 @@ class Feeder {
                0);
   }
 
-  /// Replaces one of them, which was just used up; with kParts, its keys.
+  /// Replaces one of them, which was just used up; with kOneRecord, its keys.
   __device__ __forceinline__ void replace() {
     const int at = team_ * plan_.stages + stage_;
     if (lane_ == next_ - first_) shared_.tile[at] = {next_, -1, flags_};
     copy(next_ - first_, stage(), &shared_.full[at]);
-    if (!kParts) advance();
+    if (!kOneRecord) advance();
   }
   __device__ __forceinline__ void replace_values() {
     flags_ &= ~kPending;
@@ -171,7 +172,7 @@ class Feeder {
   }
 
   __device__ __forceinline__ uint8_t* stage() const {
-    return ring_ + (kParts ? 0 : stage_ * stage_bytes_);
+    return ring_ + (kOneRecord ? 0 : stage_ * stage_bytes_);
   }
 
   /// Says what the next stage will hold.
@@ -207,7 +208,7 @@ class Feeder {
     return min(length - (next_ << plan_.group_shift), 1 << plan_.group_shift) - token_;
   }
 
-  /// Of it: the keys or, unless kParts, all.
+  /// Of it: the keys or, unless kOneRecord, all.
   __device__ __forceinline__ void ask_for_keys() {
     device::Barrier* const full = &shared_.full[team_ * plan_.stages + stage_];
     if (const int rows = staged_rows(); rows > 0) {
@@ -219,7 +220,7 @@ class Feeder {
 
   /// The rest, and on to the next.
   __device__ __forceinline__ void ask_for_values() {
-    if constexpr (kParts) {
+    if constexpr (kOneRecord) {
       if (const int rows = staged_rows(); rows > 0) {
         copy_staged(next_ - first_, rows, p_.kv.staging.stride[1], stage() + key_bytes_,
                     &shared_.full_values[team_ * plan_.stages + stage_]);
@@ -240,9 +241,9 @@ class Feeder {
     }
   }
 
-  /// 16 tokens of the owner's tile, which is staged, to a stage: keys, then values; with kParts the
-  /// keys, or what lies `part` elements behind them. Rows that the sequence does not have are not
-  /// read.
+  /// 16 tokens of the owner's tile, which is staged, to a stage: keys, then values; with kOneRecord
+  /// the keys, or what lies `part` elements behind them. Rows that the sequence does not have are
+  /// not read.
   __device__ __forceinline__ void copy_staged(int owner, int rows, int64_t part, uint8_t* stage,
                                               device::Barrier* full) {
     const Staging& pool = p_.kv.staging;
@@ -255,8 +256,8 @@ class Feeder {
     const device::RowsCopy copy{keys, 2 * pool.stride[1], 2 * pool.stride[3], row_bytes,
                                 min(rows, device::kStagedTokens)};
     uint8_t* const values = stage + device::kStagedTokens * row_bytes;
-    if (kParts || plan_.staging_aligned) {
-      device::RingCopy::copy_rows<kParts ? 1 : 2>(copy, stage, values, full, lane_);
+    if (kOneRecord || plan_.staging_aligned) {
+      device::RingCopy::copy_rows<kOneRecord ? 1 : 2>(copy, stage, values, full, lane_);
       return;
     }
     copy.by_elements(stage, values, lane_);
@@ -265,9 +266,9 @@ class Feeder {
     if (lane_ == 0) device::RingCopy::arrive_alone(full);
   }
 
-  /// The record of the owner's tile, if it is one, to a stage; with kParts its keys.
+  /// The record of the owner's tile, if it is one, to a stage; with kOneRecord its keys.
   __device__ __forceinline__ void copy(int owner, uint8_t* stage, device::Barrier* full) {
-    copy_bytes(owner, 0, kParts ? key_bytes_ : record_bytes_, stage, full);
+    copy_bytes(owner, 0, kOneRecord ? key_bytes_ : record_bytes_, stage, full);
   }
   __device__ __forceinline__ void copy_values(int owner) {
     copy_bytes(owner, key_bytes_, record_bytes_ - key_bytes_, stage() + key_bytes_,

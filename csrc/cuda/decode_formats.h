@@ -12,8 +12,9 @@
   X(4, 2, 128, 64)              \
   X(4, 2, 128, 256)
 
-// Those of them that have another one, of twelve warps, for large batches (is_wide()):
-// decode_k*_wide.cu.
-#define KVARN_WIDE_DECODE_FORMATS(X) \
-  X(4, 2, 128, 128)                  \
-  X(4, 4, 128, 128)
+// Those of them that have another one with a record a warp (wants_one_record()):
+// decode_k*_one_record.cu.
+#define KVARN_ONE_RECORD_FORMATS(X) \
+  X(4, 2, 128, 128)                 \
+  X(4, 4, 128, 128)                 \
+  X(4, 2, 128, 256)

@@ -11,9 +11,10 @@
 // lie in several shares are put together in the same launch (decode_join.cuh); partial results are
 // in the original basis.
 //
-// Where the registers suffice there are twelve warps a block instead of eight (decode_warps()).
-// With D = G = 128 they do for the usual step of a large batch, but shared memory has one record a
-// warp then: its keys are replaced when the scores are made, its values when the sums are (kParts).
+// Where the registers suffice there are twelve warps a block instead of eight (decode_warps()). For
+// some steps the ring of each warp is one record (kOneRecord): twelve with D = G = 128, or eight
+// with D = 256, have no room for two. Its keys are replaced when the scores are made, its values
+// when the sums are.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -85,8 +86,8 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   constexpr bool kQueryAhead = F::kQueryAhead && kBlocks == 1;
   constexpr bool kRuns = F::kRuns && (kBlocks * kDim <= 128 || kCopiesAreSmall);
   constexpr int kStateVectors = device::SoftmaxState<kDim, kBlocks>::kVectors * kWarpLanes;
-  if (F::kParts && !kCopiesAreSmall) {
-    __trap();  // nobody launches it there, see is_wide()
+  if (F::kOneRecord && !kCopiesAreSmall) {
+    __trap();  // nobody launches it there, see wants_one_record()
     return;
   }
   extern __shared__ __align__(128) uint8_t rings[];
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   touch(params);
   touch(any_plan);
   const DecodeParams p = F::kUsual ? usual(params) : params;
-  const DecodePlan plan = F::kUsual ? usual<F::kParts>(any_plan) : any_plan;
+  const DecodePlan plan = F::kUsual ? usual<F::kOneRecord>(any_plan) : any_plan;
   const int stage_bytes = F::stage_bytes(plan);
 
   const int team = own_warp() >> plan.parts_shift;
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   if (part == 0 && lane == 0 && team < plan.teams) {
     for (int i = team * plan.stages; i < (team + 1) * plan.stages; ++i) {
       device::barrier_init(&shared.full[i], device::RingCopy::kArrivals);
-      if (F::kParts) device::barrier_init(&shared.full_values[i], device::RingCopy::kArrivals);
+      if (F::kOneRecord) device::barrier_init(&shared.full_values[i], device::RingCopy::kArrivals);
       if (plan.row_parts > 1) {
         device::barrier_init(&shared.told[i], 1);
         device::barrier_init(&shared.empty[i], plan.row_parts * kWarpLanes);
@@ -117,8 +118,8 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   divide<F::kWarps>(p, plan, chunk, shared.scan, shared.division);
   TileWorker<F, kBlocks> worker{p, plan, lane};
   if (team < teams_of_block(shared.division)) {
-    uint8_t* const ring = rings + team * (F::kParts ? 1 : plan.stages) * stage_bytes;
-    Feeder<F::kParts> feeder(p, plan, shared, ring, stage_bytes, F::layout(plan), team, lane);
+    uint8_t* const ring = rings + team * (F::kOneRecord ? 1 : plan.stages) * stage_bytes;
+    Feeder<F::kOneRecord> feeder(p, plan, shared, ring, stage_bytes, F::layout(plan), team, lane);
     const auto piece = [&]() -> StagePiece& { return shared.current[own_warp()]; };
     const auto rows_of = [&](const StagePiece& of) {
       return RowPlace(p, plan, of.seq, of.head, of.row_block, part, kBlocks * device::kBlockRows);
@@ -202,32 +203,36 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
         all_see = worker.all_see(first_token, tokens);
       }
       device::barrier_wait(&shared.full[at], parity);
-      const uint8_t* const data = ring + (F::kParts ? 0 : stage * stage_bytes);
+      const uint8_t* const data = ring + (F::kOneRecord ? 0 : stage * stage_bytes);
       const bool is_half = p.kv.staging.dtype == DType::kFloat16;  // or bfloat16
-      // The keys are used up, the values are wanted.
-      const auto between = [&] {
-        if constexpr (F::kParts) {
+      const auto want_values = [&] {
+        if (F::kOneRecord) device::barrier_wait(&shared.full_values[at], parity);
+      };
+      const auto have_used_keys = [&] {
+        if constexpr (F::kOneRecord) {
           __syncwarp();
           if (in_run) {
             feeder.replace();
           } else {
             feeder.use_up_keys();
           }
-          device::barrier_wait(&shared.full_values[at], parity);
         }
       };
       if (seen && is_record) {
-        worker.record(place, data, first_token, all_see, between);
+        worker.record(place, data, first_token, all_see, have_used_keys, want_values);
       } else if (seen && is_half) {
-        worker.template staged<false>(place, data, first_token, all_see, between);
+        worker.template staged<false>(place, data, first_token, all_see, have_used_keys,
+                                      want_values);
       } else if (seen) {
-        worker.template staged<true>(place, data, first_token, all_see, between);
+        worker.template staged<true>(place, data, first_token, all_see, have_used_keys,
+                                     want_values);
       } else {
-        between();
+        have_used_keys();
+        want_values();
       }
       __syncwarp();
       if (in_run) {
-        if constexpr (F::kParts) {
+        if constexpr (F::kOneRecord) {
           feeder.replace_values();
         } else {
           feeder.replace();
@@ -235,7 +240,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
         --run;
       } else {
         if (plan.row_parts > 1) device::barrier_arrive(&shared.empty[at]);
-        if (F::kParts) {
+        if (F::kOneRecord) {
           feeder.use_up_values();
         } else if (part == 0) {
           feeder.use_up();

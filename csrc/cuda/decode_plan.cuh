@@ -25,10 +25,12 @@ inline constexpr int kMaxSplits = 128;      ///< of an item: longer sequences ha
 inline constexpr int kDecodeStaticBytes = 10240;  ///< room for DecodeShared
 inline constexpr int kMaxStages = 32;             ///< of all rings of a block
 
-/// The warps of a block. Twelve hide more of each other's latencies, if the registers suffice;
-/// `wide`: if they have to, and for more than one record a warp there is no room.
-constexpr KVARN_HD int decode_warps(const Format& format, bool usual, bool wide) {
-  return usual && (wide || format.group == 64 || format.head_dim == 64) ? 12 : 8;
+/// The warps of a block. Twelve hide more of each other's latencies, if the registers suffice.
+/// one_record: the ring of each is one record.
+constexpr KVARN_HD int decode_warps(const Format& format, bool usual, bool one_record) {
+  return usual && (one_record ? format.head_dim < 256 : format.group == 64 || format.head_dim == 64)
+             ? 12
+             : 8;
 }
 
 /// A number that is the same in all lanes, told to the compiler: it branches on it without
@@ -101,9 +103,9 @@ __device__ __forceinline__ DecodeParams usual(DecodeParams p) {
   return p;
 }
 
-template <bool kIsWide>
+template <bool kHasOneRecord>
 __device__ __forceinline__ DecodePlan usual(DecodePlan plan) {
-  if (kIsWide) plan.stages = 2;
+  if (kHasOneRecord) plan.stages = 2;
   plan.parts_shift = 0;
   plan.row_parts = 1;
   plan.window = -1;

@@ -151,20 +151,22 @@ inline constexpr bool kCopiesAreSmall = false;
 /// many tiles of 16 tokens are computed at once (kRowTiles: all of a record, unless D = 256), how
 /// many of 16 channels are summed up at once, and whether there are registers for the next query
 /// while one is worked on (kQueryAhead) and for runs of tiles that are like each other (kRuns).
-/// kParts: twelve warps, for which shared memory has one record each, replaced part by part.
-template <int kKeyBits, int kValueBits, int kGroup, int kDim, bool kIsUsual, bool kIsWide = false>
+/// kOneRecord: see Feeder.
+template <int kKeyBits, int kValueBits, int kGroup, int kDim, bool kIsUsual,
+          bool kHasOneRecord = false>
 struct StaticFormat {
   static constexpr int kDim_ = kDim;
-  static constexpr bool kParts = kIsWide;
+  static constexpr bool kOneRecord = kHasOneRecord;
   static constexpr int kRowTiles = (kDim < 256 ? kGroup : device::kHalfTokens) / kFragmentDim;
   // Chains of mma that run side by side; with D = 256 more would not fit the registers.
-  static constexpr int kScoreTiles = kDim == 256 ? 2 : kParts ? device::kHalfTiles : kRowTiles;
-  static constexpr int kSumTiles = kDim < 256 && !kParts ? kDim / kFragmentDim : device::kHalfTiles;
-  static constexpr bool kQueryAhead = kDim < 256 && !kParts;
+  static constexpr int kScoreTiles = kDim == 256 ? 2 : kOneRecord ? device::kHalfTiles : kRowTiles;
+  static constexpr int kSumTiles =
+      kDim < 256 && !kOneRecord ? kDim / kFragmentDim : device::kHalfTiles;
+  static constexpr bool kQueryAhead = kDim < 256 && !kOneRecord;
   static constexpr bool kRuns = true;
   static constexpr bool kUsual = kIsUsual;
   static constexpr int kWarps =
-      decode_warps({kKeyBits, kValueBits, kGroup, kDim}, kIsUsual, kIsWide);
+      decode_warps({kKeyBits, kValueBits, kGroup, kDim}, kIsUsual, kHasOneRecord);
   static constexpr Format kFormat{kKeyBits, kValueBits, kGroup, kDim};
 
   __device__ __forceinline__ static constexpr Format format(const DecodeParams&) { return kFormat; }
@@ -195,7 +197,7 @@ __device__ __forceinline__ void with_bits(int bits, const Fn& fn) {
 template <int kDim>
 struct AnyFormat {
   static constexpr int kDim_ = kDim;
-  static constexpr bool kParts = false;
+  static constexpr bool kOneRecord = false;
   static constexpr int kRowTiles = device::kHalfTiles;
   static constexpr int kScoreTiles = kDim == 256 ? 2 : kRowTiles;
   static constexpr int kSumTiles = device::kHalfTiles;
@@ -310,11 +312,12 @@ struct TileWorker {
                                 start);
   }
 
-  /// A record in shared memory; place(): a RowPlace. plain: all_see(). between() is called when its
-  /// keys have been read and before its values are.
-  template <class Place, class Between>
+  /// A record in shared memory; place(): a RowPlace. plain: all_see(). have_used_keys() is called
+  /// once its keys have been read, want_values() before its values are.
+  template <class Place, class HaveUsedKeys, class WantValues>
   __device__ __forceinline__ void record(const Place& place, const uint8_t* at, int first_token,
-                                         bool plain, const Between& between) {
+                                         bool plain, const HaveUsedKeys& have_used_keys,
+                                         const WantValues& want_values) {
     constexpr int kTokens = kRowTiles * kFragmentDim;
     device::ScaledQuery<kDim, kBlocks> scaled;
     device::Normalizer norm;
@@ -322,7 +325,8 @@ struct TileWorker {
     for (int token = 0; token < F::format(p).group; token += kTokens) {
       Scores scores;
       const float unit = record_scores(at, token, scaled, scores);
-      if (token + kTokens == F::format(p).group) between();
+      if (token + kTokens == F::format(p).group) have_used_keys();
+      if (token == 0) want_values();
       record_sums(place, at, first_token, token, plain, unit, scores, norm);
     }
   }
@@ -466,13 +470,16 @@ struct TileWorker {
   using StagedScores = float[kBlocks][1][4];
 
   /// 16 staged tokens in shared memory; otherwise as record().
-  template <bool kBFloat16, class Place, class Between>
+  template <bool kBFloat16, class Place, class HaveUsedKeys, class WantValues>
   __device__ __forceinline__ void staged(const Place& place, const uint8_t* at, int first_token,
-                                         bool plain, const Between& between) {
+                                         bool plain, const HaveUsedKeys& have_used_keys,
+                                         const WantValues& want_values) {
     StagedScores scores;
     staged_scores<kBFloat16>(place, at, scores);
-    between();
-    const int to_values = F::kParts ? F::layout(plan).value_codes : device::staged_bytes(kDim) / 2;
+    have_used_keys();
+    want_values();
+    const int to_values =
+        F::kOneRecord ? F::layout(plan).value_codes : device::staged_bytes(kDim) / 2;
     staged_sums<kBFloat16>(place, at + to_values, first_token, plain, scores);
   }
 
