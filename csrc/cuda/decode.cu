@@ -69,9 +69,9 @@ bool has_own_kernel(const Format& f) {
 #undef KVARN_IS
 }
 
-/// Whether a kernel whose warps have a ring of one record each is faster: if the work is so much
-/// that twelve warps a block are faster than eight, which share it in fewer parts; if for eight
-/// warps with two records each there is no room. Only the code for sm_90 has such kernels.
+/// Whether a kernel is faster whose warps have a ring of one record each: where the work is so much
+/// that twelve warps a block do it faster than eight, which share it in fewer parts, and where
+/// there is no room for two records for each of eight. Only the code for sm_90 has such kernels.
 bool wants_one_record(const DecodeParams& p, const Device& device) {
   constexpr int kItemsOfSm = 3;
 #define KVARN_IS(k, v, g, d) p.kv.format == Format{k, v, g, d} ||
@@ -309,10 +309,10 @@ Status decode_attention(const DecodeParams& p) {
   const int room = device.shared_of_block - kDecodeStaticBytes;
   const bool one_record = usual && wants_one_record(p, device);
   const int warps = decode_warps(f, usual, one_record);
-  // The two stages of a one_record ring share the bytes of one.
+  // The two stages of a ring of one record share its bytes.
   plan.teams = std::min(warps / plan.row_parts, room / ((one_record ? 1 : 2) * plan.stage_bytes));
   if (plan.teams < 1) {
-    return Status::unsupported("this device has too little shared memory for two records of " +
+    return Status::unsupported("this device has too little shared memory for records of " +
                                std::to_string(plan.stage_bytes) + " bytes");
   }
   plan.stages =

@@ -12,7 +12,7 @@
   X(4, 2, 128, 64)              \
   X(4, 2, 128, 256)
 
-// Those of them that have another one with a record a warp (wants_one_record()):
+// Those of them that have another one whose warps have a ring of one record (wants_one_record()):
 // decode_k*_one_record.cu.
 #define KVARN_ONE_RECORD_FORMATS(X) \
   X(4, 2, 128, 128)                 \
