@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,14 +169,16 @@ class PagedCache:
         self._step: Step | None = None
 
         page = (2, num_kv_heads, fmt.group, fmt.head_dim)
-        self.cache = [
-            torch.empty(fmt.cache_shape(num_blocks, num_kv_heads), dtype=torch.uint8, device=device)
-            for _ in range(num_layers)
-        ]
-        self.staging = [
-            torch.empty((num_slots, *page), dtype=dtype, device=device) for _ in range(num_layers)
-        ]
-        self.block_slot = torch.full((num_blocks,), -1, dtype=torch.int32, device=device)
+        records = fmt.cache_shape(num_blocks, num_kv_heads)
+        with outlives_inference_mode():
+            self.cache = [
+                torch.empty(records, dtype=torch.uint8, device=device) for _ in range(num_layers)
+            ]
+            self.staging = [
+                torch.empty((num_slots, *page), dtype=dtype, device=device)
+                for _ in range(num_layers)
+            ]
+            self.block_slot = torch.full((num_blocks,), -1, dtype=torch.int32, device=device)
         self.device = self.block_slot.device
 
     # Sequences ---------------------------------------------------------------------------------
@@ -351,7 +354,8 @@ class PagedCache:
         room = require_integer(f"{where}num_seqs", num_seqs, 1)
         width = -(-require_integer(f"{where}max_seq_len", max_seq_len, 1) // self.fmt.group)
         padding = _graph_arrays(room, width)
-        memory = _bundle(padding.values(), pin_memory=False).to(self.device)
+        with outlives_inference_mode():
+            memory = _bundle(padding.values(), pin_memory=False).to(self.device)
         tensors: dict[str, Any] = dict(
             zip(padding, _unbundle(memory, padding.values()), strict=True)
         )
@@ -611,9 +615,10 @@ class PagedCache:
                 "kvarn.PagedCache.grow: num_blocks and num_slots must be at least "
                 f"{self.num_blocks} and {self.num_slots}, got {num_blocks} and {num_slots}"
             )
-        cache = [_grown(pool, num_blocks) for pool in self.cache]
-        staging = [_grown(pool, num_slots) for pool in self.staging]
-        block_slot = _grown(self.block_slot, num_blocks)
+        with outlives_inference_mode():
+            cache = [_grown(pool, num_blocks) for pool in self.cache]
+            staging = [_grown(pool, num_slots) for pool in self.staging]
+            block_slot = _grown(self.block_slot, num_blocks)
         block_slot[self.num_blocks :] = -1
         self._pool.grow(num_blocks, num_slots)
         self.cache, self.staging, self.block_slot = cache, staging, block_slot
@@ -839,6 +844,12 @@ def require_integer(what: str, value: object, least: int | None = None) -> int:
     return number
 
 
+def outlives_inference_mode() -> AbstractContextManager[object]:
+    """For tensors that are kept: what is made in inference mode cannot be written to outside."""
+    mode: AbstractContextManager[object] = torch.inference_mode(False)
+    return mode
+
+
 def _grown(pool: Tensor, size: int) -> Tensor:
     larger = pool.new_empty((size, *pool.shape[1:]))
     larger[: pool.shape[0]] = pool
@@ -866,7 +877,9 @@ def _seal_array(seals: list[Seal]) -> NDArray[np.int64]:
 def _bundle(arrays: Iterable[NDArray[Any]], pin_memory: bool) -> Tensor:
     """The bytes of all arrays, each from a multiple of `_ALIGN` on."""
     arrays = list(arrays)
-    bundle = torch.empty(sum(map(_room, arrays)), dtype=torch.uint8, pin_memory=pin_memory)
+    bundle = torch.empty(
+        sum(map(_room, arrays)), dtype=torch.uint8, device="cpu", pin_memory=pin_memory
+    )
     for part, array in zip(_unbundle(bundle, arrays), arrays, strict=True):
         part.numpy()[...] = array
     return bundle
@@ -896,5 +909,5 @@ def _padded(rows: list[NDArray[np.int32]]) -> NDArray[np.int32]:
 def _to_host(tensor: Tensor, non_blocking: bool) -> Tensor:
     if tensor.device.type == "cpu" or not non_blocking:
         return tensor.cpu()
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return pinned.copy_(tensor, non_blocking=True)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import pickle
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import pytest
 import torch
 from dense_cache import Q_HEADS_PER_KV, CheckedCache
+from torch import Tensor
 
 from kvarn import Format, PagedCache, ops
-from kvarn.cache import CacheFull
+from kvarn.cache import CacheFull, Step
 
 FMT = Format("kvarn_k4v2_g64", head_dim=64)
 G = FMT.group
@@ -378,6 +381,77 @@ def test_fused_projections_are_taken_as_views():
         cache.commit(step)
         cache.free(seq)
     assert torch.equal(*outs)
+
+
+# Modes of torch that a caller may be in ---------------------------------------------------------
+
+
+def life(cache: PagedCache, around: Callable[[], AbstractContextManager[object]]) -> list[Tensor]:
+    """Outputs of steps, each call within `around()`; captured steps where a graph would be."""
+    random = torch.Generator(cache.device).manual_seed(0)
+    outs = []
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(
+            shape, generator=random, device=cache.device, dtype=torch.float32
+        ).to(cache.dtype)
+
+    def run(count: int, seq: int, into: Step | None = None) -> None:
+        q, (key, value) = normal(count, 4, FMT.head_dim), normal(2, count, 2, FMT.head_dim)
+        with around():
+            step = cache.plan([(seq, count)], into=into)
+            for layer in range(cache.num_layers):
+                outs.append(cache.attend(step, layer, q, key, value))
+            cache.commit(step)
+
+    with around():
+        seq = cache.new_sequence()
+    run(3 * G - 1, seq)
+    with around():
+        decode = cache.graph_step(1, 8 * G)
+    for _ in range(2):
+        run(1, seq, decode)
+    with around():
+        child = cache.fork(seq)
+        cache.truncate(seq, 2 * G + 5)
+        cache.grow(cache.num_blocks + 4, cache.num_slots + 1)
+        state = cache.export_sequence(child)
+        cache.free(child)
+        child = cache.import_sequence(state)
+        cache.export_sequence(child, non_blocking=True)
+        decode = cache.graph_step(1, 8 * G)
+    run(1, child, decode)
+    run(G, seq)
+    return outs
+
+
+def paged(device: str = "cpu", dtype: torch.dtype = torch.float32) -> PagedCache:
+    return PagedCache(
+        FMT, num_layers=2, num_kv_heads=2, num_blocks=16, num_slots=8, dtype=dtype, device=device
+    )
+
+
+@pytest.mark.parametrize("default", ["meta", "cpu"])
+def test_any_default_device_of_torch(default):
+    expected = life(paged(), nullcontext)
+    with torch.device(default):
+        outs = life(paged(), nullcontext)
+    assert all(map(torch.equal, outs, expected))
+
+
+def alternating(*modes: Callable[[], AbstractContextManager[object]]):
+    turns = itertools.cycle(modes)
+    return lambda: next(turns)()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_in_inference_mode_and_out_of_it_in_turn(first):
+    expected = life(paged(), nullcontext)
+    modes = [torch.inference_mode, torch.no_grad]
+    around = alternating(modes[first], modes[1 - first])
+    with around():
+        cache = paged()
+    assert all(map(torch.equal, life(cache, around), expected))
 
 
 # Export and import -----------------------------------------------------------------------------
