@@ -392,9 +392,9 @@ def life(cache: PagedCache, around: Callable[[], AbstractContextManager[object]]
     outs = []
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(
-            shape, generator=random, device=cache.device, dtype=torch.float32
-        ).to(cache.dtype)
+        return torch.randn(shape, generator=random, device=cache.device, dtype=torch.float32).to(
+            cache.dtype
+        )
 
     def run(count: int, seq: int, into: Step | None = None) -> None:
         q, (key, value) = normal(count, 4, FMT.head_dim), normal(2, count, 2, FMT.head_dim)
