@@ -373,7 +373,7 @@ def _captured(forward: Callable[[], Tensor], device: torch.device) -> Callable[[
         forward()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         logits = forward()
 
     def replay() -> Tensor:

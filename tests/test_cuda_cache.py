@@ -54,6 +54,18 @@ def test_in_inference_mode_and_out_of_it_in_turn():
     assert all(map(torch.equal, outs, expected))
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_a_gpu_that_is_not_the_current_one():
+    expected = life(paged(), contextlib.nullcontext)
+    outs = life(paged(device="cuda:1"), contextlib.nullcontext)
+    assert {out.device for out in outs} == {torch.device("cuda:1")}
+    for out, want in zip(outs, expected, strict=True):  # the inputs are other random numbers
+        assert out.shape == want.shape and not out.isnan().any()
+    with torch.cuda.device(1):
+        again = life(paged(device="cuda:1"), contextlib.nullcontext)
+    assert all(map(torch.equal, outs, again))
+
+
 # The life of blocks ----------------------------------------------------------------------------
 
 

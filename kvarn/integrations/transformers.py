@@ -543,7 +543,7 @@ class DecodeGraph:
                 forward()
             torch.cuda.current_stream(ids.device).wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=stream):
                 logits = forward()
 
             def replay() -> Tensor:
