@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -511,6 +512,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts = record.machine(setup.device, args.commit)
     for run in runs:
         if setup.device.type == "cuda":
+            gc.collect()  # of the run before: a model is garbage in cycles
             torch.cuda.empty_cache()
         with torch.no_grad():
             rows.append(run())

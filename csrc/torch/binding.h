@@ -574,15 +574,14 @@ void decode_attention(const Tensor& q, const Tensor& cache, const Tensor& block_
   p.max_seq_len = max_seq_len;
   p.split_tokens = split_tokens;
 
-  const std::initializer_list<Arguments::Named> inputs = {
-      {"q", &q},
-      {"cache", &cache},
-      {"block_table", &block_table},
-      {"seq_lens", &seq_lens},
-      {"staging", given(staging)},
-      {"block_slot", given(block_slot)},
-      {"cu_query_lens", given(cu_query_lens)},
-      {"sinks", given(sinks)}};
+  const std::initializer_list<Arguments::Named> inputs = {{"q", &q},
+                                                          {"cache", &cache},
+                                                          {"block_table", &block_table},
+                                                          {"seq_lens", &seq_lens},
+                                                          {"staging", given(staging)},
+                                                          {"block_slot", given(block_slot)},
+                                                          {"cu_query_lens", given(cu_query_lens)},
+                                                          {"sinks", given(sinks)}};
   args.output("out", out, q.scalar_type(), shape_of(q));
   args.apart("out", out, inputs);
   p.out = output_of<void>(out);
