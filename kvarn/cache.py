@@ -278,14 +278,21 @@ class PagedCache:
             raise RuntimeError(
                 "kvarn.PagedCache.plan: only attend can be captured in a CUDA graph, see graph_step"
             )
-        drafts = list(draft) if isinstance(draft, Iterable) else [draft] * len(requests)
-        if len(drafts) != len(requests):
+        try:
+            pairs = [(seq, count) for seq, count in requests]
+        except (TypeError, ValueError):
             raise ValueError(
-                f"kvarn.PagedCache.plan: draft must be a number or {len(requests)} numbers, "
+                "kvarn.PagedCache.plan: requests must be pairs of a sequence and a count, "
+                f"got {requests!r}"
+            ) from None
+        drafts = list(draft) if isinstance(draft, Iterable) else [draft] * len(pairs)
+        if len(drafts) != len(pairs):
+            raise ValueError(
+                f"kvarn.PagedCache.plan: draft must be a number or {len(pairs)} numbers, "
                 f"got {len(drafts)}"
             )
         wanted = []
-        for (seq, count), tail in zip(requests, drafts, strict=True):
+        for (seq, count), tail in zip(pairs, drafts, strict=True):
             self._pool.get(seq, "plan")
             count = require_integer(f"kvarn.PagedCache.plan: count of sequence {seq}", count)
             tail = require_integer(f"kvarn.PagedCache.plan: draft of sequence {seq}", tail)
@@ -559,14 +566,26 @@ class PagedCache:
             CacheFull: too few free blocks or slots; nothing was changed.
         """
         self._require_no_step("import_sequence")
-        length = require_integer("kvarn.PagedCache.import_sequence: length", state.length, 0)
+        where = "kvarn.PagedCache.import_sequence: "
+        if not isinstance(state, SequenceState):
+            raise ValueError(f"{where}state must be a SequenceState, got {type(state).__name__}")
+        length = require_integer(f"{where}length", state.length, 0)
+        for part, tensor in (("records", state.records), ("pages", state.pages)):
+            if not isinstance(tensor, Tensor):
+                raise ValueError(f"{where}{part} must be a tensor, got {type(tensor).__name__}")
+        try:
+            staged = tuple(map(bool, state.staged))
+        except TypeError:
+            raise ValueError(
+                f"{where}staged must be a bool for each block, got {state.staged!r}"
+            ) from None
         page = (2, self.num_kv_heads, self.fmt.group, self.fmt.head_dim)
-        num_staged = sum(state.staged)
-        num_records = len(state.staged) - num_staged
+        num_staged = sum(staged)
+        num_records = len(staged) - num_staged
         for name, rule, value in (
             ("fmt", self.fmt, state.fmt),
             ("layout_version", _host.layout_version, state.layout_version),
-            ("staged blocks", -(-length // self.fmt.group), len(state.staged)),
+            ("staged blocks", -(-length // self.fmt.group), len(staged)),
             (
                 "records",
                 (self.num_layers, *self.fmt.cache_shape(num_records, self.num_kv_heads)),
@@ -577,10 +596,8 @@ class PagedCache:
             ("dtype of records", torch.uint8, state.records.dtype),
         ):
             if rule != value:
-                raise ValueError(
-                    f"kvarn.PagedCache.import_sequence: {name} must be {rule}, got {value}"
-                )
-        seq = self._pool.restore(length, state.staged)
+                raise ValueError(f"{where}{name} must be {rule}, got {value}")
+        seq = self._pool.restore(length, staged)
         try:
             self._restore(state, self._pool.sequences[seq].blocks)
         except BaseException:
@@ -595,7 +612,8 @@ class PagedCache:
             np.array([slot for slot in slots if slot >= 0], np.int64),
         )
         records = state.records.to(self.device, non_blocking=True)
-        pages = state.pages.to(self.device, non_blocking=True)
+        # Of a tensor that wants a gradient the whole pool would become a part of its graph.
+        pages = state.pages.to(self.device, non_blocking=True).detach()
         for layer in range(self.num_layers):
             self.cache[layer][ids] = records[layer]
             self.staging[layer][pages_at] = pages[layer]

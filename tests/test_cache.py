@@ -529,6 +529,54 @@ def test_fault18_what_does_not_fit_is_refused():
 # Out of memory ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (None, "state must be a SequenceState, got dict"),
+        ({"staged": None}, "staged must be a bool for each block, got None"),
+        ({"staged": 3}, "staged must be a bool for each block, got 3"),
+        ({"records": None}, "records must be a tensor, got NoneType"),
+        ({"pages": [1.0]}, "pages must be a tensor, got list"),
+    ],
+)
+def test_fault18_what_is_no_state_is_refused(changes, words):
+    c = checked()
+    seq = c.new()
+    c.step([(seq, 3 * G + 5)])
+    state = c.cache.export_sequence(seq)
+    bad = {} if changes is None else dataclasses.replace(state, **changes)
+    free = c.cache.num_free_blocks, c.cache.num_free_slots
+    with pytest.raises(ValueError, match=f"^kvarn.PagedCache.import_sequence: {words}"):
+        c.cache.import_sequence(bad)
+    assert (c.cache.num_free_blocks, c.cache.num_free_slots) == free
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_fault18_flags_and_gradients_of_a_state(kind):
+    """Flags of any kind; and pages that want a gradient do not draw the pool into their graph."""
+    c = checked()
+    seq = c.new()
+    c.step([(seq, 3 * G + 5)])
+    state, model = c.export(seq)
+    pages = state.pages.clone().requires_grad_()
+    state = dataclasses.replace(state, staged=kind(state.staged), pages=pages)
+    with torch.enable_grad():
+        restored = c.restore((state, model))
+        assert not any(pool.requires_grad for pool in c.cache.staging)
+        c.step([(restored, 2)])
+    c.check()
+
+
+@pytest.mark.parametrize("requests", [None, [1], [(1,)], [(1, 2, 3)], 7])
+def test_requests_are_pairs(requests):
+    c = checked()
+    c.new()
+    words = "requests must be pairs of a sequence and a count, got"
+    with pytest.raises(ValueError, match=f"^kvarn.PagedCache.plan: {words}"):
+        c.cache.plan(requests)
+    c.cache.abort(c.cache.plan(pair for pair in [(1, 2)]))
+
+
 def test_out_of_blocks_says_how_many_and_changes_nothing():
     c = checked(num_blocks=4, num_slots=8)
     a, b = c.new(), c.new()
