@@ -27,7 +27,10 @@ def machine(device: torch.device, commit: str | None = None) -> dict[str, Any]:
     if device.type == "cuda":
         facts |= {
             "gpu": torch.cuda.get_device_name(device),
-            "driver": _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            # A line for each GPU, all the same.
+            "driver": _run(
+                "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+            ).partition("\n")[0],
             "cuda": torch.version.cuda,
         }
     else:

@@ -237,18 +237,14 @@ def serving_tables(path: Path) -> str:
         rows = [row for row in run["rows"] if row["case"]["what"] == what]
         if not rows:
             continue
+        rows.sort(key=lambda row: [row["case"][key] for key in keys])
         peers = peer_names(rows)
         lines = [
             [
                 *(str(row["case"][key]) for key in keys),
                 f"**{time_text(row['time_us'])}**",
                 *([f"{row['tokens_per_s']:,.0f}"] if what == "model" else []),
-                *(
-                    f"{time_text(row['peers'][peer])} ({ratio_text(row, peer)})"
-                    if row["peers"].get(peer)
-                    else ""
-                    for peer in peers
-                ),
+                *(_peer_step(row, peer) for peer in peers),
             ]
             for row in rows
         ]
@@ -271,6 +267,12 @@ def serving_tables(path: Path) -> str:
         ]
         parts.append(f"**The largest batch that fits**\n\n{markdown(head, lines)}")
     return "\n".join(parts)
+
+
+def _peer_step(row: dict[str, Any], peer: str) -> str:
+    if row["peers"].get(peer):
+        return f"{time_text(row['peers'][peer])} ({ratio_text(row, peer)})"
+    return "out of memory" if "out of memory" in row.get("skipped", {}).get(peer, "") else ""
 
 
 def earlier_peers(folder: Path) -> str:

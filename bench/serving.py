@@ -1,7 +1,8 @@
 """``python -m bench.serving``: a decode step with everything in it, captured in a CUDA graph.
 
 Rows of op "serving_step". "attention": one layer of a cache, update and attention, beside
-scaled_dot_product_attention over a static 16-bit cache. "model": tokens per second of a model with
+scaled_dot_product_attention over a static 16-bit cache; small caches take turns, so that each step
+finds its cache in memory, as with all layers of a model. "model": tokens per second of a model with
 random weights, with a `KVarNCache` and with a `StaticCache`, over steps that fill a block of each
 sequence. All sequences have the same length, since a static cache has only one. "capacity" (only
 when it is asked for): the largest batch that fits.
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import record
 from bench.ceilings import read_time
-from bench.harness import time_calls
+from bench.harness import Timing, calls_per_graph, input_sets, time_calls
 from bench.measure import WrongError
 from bench.routine import relative_error
 from kvarn import Format, PagedCache, _host, capacity, ops
@@ -40,6 +43,8 @@ _BACKENDS = {
     "SDPA math fp32": SDPBackend.MATH,
 }
 _MAX_ERROR = 2e-3  #: relative, above which nothing is timed
+_PEER_STEPS = 8  #: of a model: each step over a static cache is like the others
+_WARM_UP = 2  #: steps of a model that are not timed
 
 
 @dataclass(frozen=True)
@@ -86,35 +91,14 @@ def attention(setup: Setup, seals: int) -> dict[str, Any]:
     """A layer's decode step: ``seals`` tiles of the batch are sealed, a token of each sequence is
     appended and attends. A batch of G sequences seals one tile a step, on average."""
     fmt, batch = setup.fmt, setup.batch
-    blocks = -(-setup.context // fmt.group)
-    cache = PagedCache(
-        fmt,
-        num_layers=1,
-        num_kv_heads=setup.kv_heads,
-        num_blocks=batch * blocks,
-        num_slots=batch * 4,
-        dtype=setup.dtype,
-        device=setup.device,
-    )
     lengths = [setup.context - 1] * batch
     lengths[:seals] = [(setup.context // fmt.group - 1) * fmt.group - 1] * seals
-    seqs = [cache.import_sequence(state) for state in _random_states(setup, 1, lengths)]
-    q = setup.normal(batch, setup.q_heads, setup.head_dim)
-    key, value = setup.normal(2, batch, setup.kv_heads, setup.head_dim)
-    step = cache.graph_step(batch, blocks * fmt.group)
-    out = torch.empty_like(q)
-    attend = partial(cache.attend, step, 0, q, key, value, out=out)
-    if seals:  # these fill a block, which the timed step seals
-        cache.plan([(seq, 1) for seq in seqs[:seals]], into=step)
-        attend()
-        cache.commit(step)
-    cache.plan([(seq, 1) for seq in seqs], into=step)
-    attend()
-    error = max(_error(setup, cache, seqs[b], q[b], out[b]) for b in (0, batch - 1))
+    num_bytes = _bytes_read(setup, lengths)
+    steps = [_layer_step(setup, lengths, seals) for _ in range(input_sets(num_bytes, setup.device))]
+    error = max(error for _, error in steps)
     if not error <= _MAX_ERROR:
         raise WrongError(f"attention is wrong by {error:.1e}")
-    timing = time_calls([attend], setup.device, quick=setup.quick)
-    num_bytes = _bytes_read(setup, lengths)
+    timing = _timed([step for step, _ in steps], setup, num_bytes)
     row = {
         "op": "serving_step",
         "format": setup.format,
@@ -136,12 +120,54 @@ def attention(setup: Setup, seals: int) -> dict[str, Any]:
         "error": error,
         "bytes_16bit": setup.bytes_16bit(1),
     }
-    del attend, cache  # the peers need the memory
+    del steps  # the peers need the memory
     return row | _peers({name: partial(_static_attention, setup, name) for name in setup.backends})
 
 
+def _timed(calls: Sequence[Callable[[], object]], setup: Setup, num_bytes: int) -> Timing:
+    together = calls_per_graph(num_bytes, setup.device)
+    return time_calls(calls, setup.device, together=together, quick=setup.quick)
+
+
+def _layer_step(
+    setup: Setup, lengths: Sequence[int], seals: int
+) -> tuple[Callable[[], Tensor], float]:
+    """The step of a new cache, and its error."""
+    fmt, batch = setup.fmt, setup.batch
+    blocks = -(-setup.context // fmt.group)
+    cache = PagedCache(
+        fmt,
+        num_layers=1,
+        num_kv_heads=setup.kv_heads,
+        num_blocks=batch * blocks,
+        num_slots=batch * 4,
+        dtype=setup.dtype,
+        device=setup.device,
+    )
+    seqs = [cache.import_sequence(state) for state in _random_states(setup, 1, lengths)]
+    q = setup.normal(batch, setup.q_heads, setup.head_dim)
+    key, value = setup.normal(2, batch, setup.kv_heads, setup.head_dim)
+    step = cache.graph_step(batch, blocks * fmt.group)
+    out = torch.empty_like(q)
+    attend = partial(cache.attend, step, 0, q, key, value, out=out)
+    if seals:  # these fill a block, which the timed step seals
+        cache.plan([(seq, 1) for seq in seqs[:seals]], into=step)
+        attend()
+        cache.commit(step)
+    cache.plan([(seq, 1) for seq in seqs], into=step)
+    attend()
+    return attend, max(_error(setup, cache, seqs[b], q[b], out[b]) for b in {0, batch - 1})
+
+
+@functools.cache
 def _static_attention(setup: Setup, backend: str) -> float:
     """The same over key and value [B, Hkv, context, D], full but for the new token."""
+    num_bytes = setup.bytes_16bit(1)
+    steps = [_static_step(setup, backend) for _ in range(input_sets(num_bytes, setup.device))]
+    return round(_timed(steps, setup, num_bytes).median, 3)
+
+
+def _static_step(setup: Setup, backend: str) -> Callable[[], Tensor]:
     key, value = setup.normal(
         2, setup.batch, setup.kv_heads, setup.context, setup.head_dim
     ).unbind()
@@ -157,7 +183,7 @@ def _static_attention(setup: Setup, backend: str) -> float:
         with sdpa_kernel(_BACKENDS[backend]):
             return F.scaled_dot_product_attention(q, key, value)
 
-    return round(time_calls([step], setup.device, quick=setup.quick).median, 3)
+    return step
 
 
 def _random_states(setup: Setup, layers: int, lengths: Sequence[int]) -> Iterator[SequenceState]:
@@ -215,6 +241,8 @@ def _peers(measurements: dict[str, Callable[[], float]]) -> dict[str, Any]:
     peers: dict[str, float] = {}
     skipped: dict[str, str] = {}
     for name, measure in measurements.items():
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         # Whatever a peer raises, it must not cost the rest of the run.
         try:
             peers[name] = measure()
@@ -245,7 +273,7 @@ def model(setup: Setup, steps: int) -> dict[str, Any]:
     with torch.device(setup.device):
         network = Qwen3ForCausalLM(config).to(setup.dtype).eval().requires_grad_(False)
     measurements = {
-        name: partial(_static_model, setup, network, name, steps)
+        name: partial(_static_model, setup, network, name, min(steps, _PEER_STEPS))
         for name in ("transformers SDPA", *setup.backends)
     }
     seconds, cache_bytes = _kvarn_model(setup, network, steps)
@@ -278,11 +306,13 @@ def _kvarn_model(setup: Setup, network: Any, steps: int) -> tuple[float, int]:
     cache.reset()
     # A prompt of that length would take longer than all that is measured.
     assert cache.paged is not None
-    start = setup.context - steps
+    start = setup.context - steps - _WARM_UP
     states = _random_states(setup, setup.layers, [start] * setup.batch)
     cache._seqs = [cache.paged.import_sequence(state) for state in states]
     cache._columns = [(start, None)]
     decode = DecodeGraph(network, cache)
+    for _ in range(_WARM_UP):
+        decode(ids)
     return _seconds(decode, ids, steps, setup.device), cache.memory_bytes()
 
 
@@ -301,7 +331,7 @@ def _static_model(setup: Setup, network: Any, attention: str, steps: int) -> flo
     cache.early_initialization(
         setup.batch, setup.kv_heads, setup.head_dim, setup.dtype, setup.device
     )
-    start = setup.context - steps
+    start = setup.context - steps - _WARM_UP
     for layer in cache.layers:
         layer.keys.normal_()
         layer.values.normal_()
@@ -326,6 +356,8 @@ def _static_model(setup: Setup, network: Any, attention: str, steps: int) -> flo
         ids.copy_(new)
         return replay()
 
+    for _ in range(_WARM_UP):
+        replay()
     return round(_seconds(decode, ids.clone(), steps, setup.device) / steps * 1e6, 3)
 
 
@@ -349,7 +381,7 @@ def _captured(forward: Callable[[], Tensor], device: torch.device) -> Callable[[
         forward()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         logits = forward()
 
     def replay() -> Tensor:
@@ -448,6 +480,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(
             f"--{name.replace('_', '-')}", type=int, default=value, help=f"(default: {value})"
         )
+    parser.add_argument(
+        "--sizes", nargs="+", type=_size, metavar="BxC", help="several batches and contexts"
+    )
     parser.add_argument("--steps", type=int, help="of the model (default: G)")
     parser.add_argument("--what", nargs="+", choices=("attention", "model", "capacity"))
     parser.add_argument("--quick", action="store_true", help="fewer runs")
@@ -462,22 +497,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         **{name: getattr(args, name) for name in sizes},
     )
     what = args.what or ["attention", "model"]
-    runs = [partial(attention, setup, seals) for seals in (0, 1) if "attention" in what]
-    if "model" in what:
-        runs.append(partial(model, setup, args.steps or setup.fmt.group))
-    if "capacity" in what:
-        if setup.device.type != "cuda":
-            parser.error("--what capacity needs a GPU")
-        runs.append(partial(largest_batch, setup))
+    if "capacity" in what and setup.device.type != "cuda":
+        parser.error("--what capacity needs a GPU")
+    runs: list[Callable[[], dict[str, Any]]] = []
+    for batch, context in args.sizes or [(setup.batch, setup.context)]:
+        sized = dataclasses.replace(setup, batch=batch, context=context)
+        if "attention" in what:
+            runs += [partial(attention, sized, seals) for seals in (0, 1)]
+        if "model" in what:
+            runs.append(partial(model, sized, args.steps or setup.fmt.group))
+        if "capacity" in what:
+            runs.append(partial(largest_batch, sized))
     rows = []
     facts = record.machine(setup.device, args.commit)
     for run in runs:
+        if setup.device.type == "cuda":
+            gc.collect()  # of the run before: a model is garbage in cycles
+            torch.cuda.empty_cache()
         with torch.no_grad():
             rows.append(run())
         print(_line(rows[-1]), flush=True)
         if args.out:
             record.save(args.out, facts, rows)
     return 0
+
+
+def _size(text: str) -> tuple[int, int]:
+    batch, context = text.split("x")
+    return int(batch), int(context)
 
 
 def _line(row: dict[str, Any]) -> str:

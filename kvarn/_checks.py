@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from kvarn import _backends
 from kvarn.format import DEFAULT_ITERATIONS, FITS, Format
@@ -99,6 +100,8 @@ class Arguments:
         if t.requires_grad and self.op != "hadamard_transform" and torch.is_grad_enabled():
             rule = "without gradient (the op is not differentiable: use torch.no_grad())"
             self.fail(name, rule, "requires_grad=True")
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
+            self.fail(name, "without tangent (the op has no forward-mode derivative)", "one")
         if not strided and t.stride(-1) != 1 and t.shape[-1] > 1 and t.numel() > 0:
             self.fail(name, "contiguous in its last dimension", f"strides {list(t.stride())}")
 

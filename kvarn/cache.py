@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,14 +169,16 @@ class PagedCache:
         self._step: Step | None = None
 
         page = (2, num_kv_heads, fmt.group, fmt.head_dim)
-        self.cache = [
-            torch.empty(fmt.cache_shape(num_blocks, num_kv_heads), dtype=torch.uint8, device=device)
-            for _ in range(num_layers)
-        ]
-        self.staging = [
-            torch.empty((num_slots, *page), dtype=dtype, device=device) for _ in range(num_layers)
-        ]
-        self.block_slot = torch.full((num_blocks,), -1, dtype=torch.int32, device=device)
+        records = fmt.cache_shape(num_blocks, num_kv_heads)
+        with outlives_inference_mode():
+            self.cache = [
+                torch.empty(records, dtype=torch.uint8, device=device) for _ in range(num_layers)
+            ]
+            self.staging = [
+                torch.empty((num_slots, *page), dtype=dtype, device=device)
+                for _ in range(num_layers)
+            ]
+            self.block_slot = torch.full((num_blocks,), -1, dtype=torch.int32, device=device)
         self.device = self.block_slot.device
 
     # Sequences ---------------------------------------------------------------------------------
@@ -275,14 +278,21 @@ class PagedCache:
             raise RuntimeError(
                 "kvarn.PagedCache.plan: only attend can be captured in a CUDA graph, see graph_step"
             )
-        drafts = list(draft) if isinstance(draft, Iterable) else [draft] * len(requests)
-        if len(drafts) != len(requests):
+        try:
+            pairs = [(seq, count) for seq, count in requests]
+        except (TypeError, ValueError):
             raise ValueError(
-                f"kvarn.PagedCache.plan: draft must be a number or {len(requests)} numbers, "
+                "kvarn.PagedCache.plan: requests must be pairs of a sequence and a count, "
+                f"got {requests!r}"
+            ) from None
+        drafts = list(draft) if isinstance(draft, Iterable) else [draft] * len(pairs)
+        if len(drafts) != len(pairs):
+            raise ValueError(
+                f"kvarn.PagedCache.plan: draft must be a number or {len(pairs)} numbers, "
                 f"got {len(drafts)}"
             )
         wanted = []
-        for (seq, count), tail in zip(requests, drafts, strict=True):
+        for (seq, count), tail in zip(pairs, drafts, strict=True):
             self._pool.get(seq, "plan")
             count = require_integer(f"kvarn.PagedCache.plan: count of sequence {seq}", count)
             tail = require_integer(f"kvarn.PagedCache.plan: draft of sequence {seq}", tail)
@@ -351,7 +361,8 @@ class PagedCache:
         room = require_integer(f"{where}num_seqs", num_seqs, 1)
         width = -(-require_integer(f"{where}max_seq_len", max_seq_len, 1) // self.fmt.group)
         padding = _graph_arrays(room, width)
-        memory = _bundle(padding.values(), pin_memory=False).to(self.device)
+        with outlives_inference_mode():
+            memory = _bundle(padding.values(), pin_memory=False).to(self.device)
         tensors: dict[str, Any] = dict(
             zip(padding, _unbundle(memory, padding.values()), strict=True)
         )
@@ -555,14 +566,26 @@ class PagedCache:
             CacheFull: too few free blocks or slots; nothing was changed.
         """
         self._require_no_step("import_sequence")
-        length = require_integer("kvarn.PagedCache.import_sequence: length", state.length, 0)
+        where = "kvarn.PagedCache.import_sequence: "
+        if not isinstance(state, SequenceState):
+            raise ValueError(f"{where}state must be a SequenceState, got {type(state).__name__}")
+        length = require_integer(f"{where}length", state.length, 0)
+        for part, tensor in (("records", state.records), ("pages", state.pages)):
+            if not isinstance(tensor, Tensor):
+                raise ValueError(f"{where}{part} must be a tensor, got {type(tensor).__name__}")
+        try:
+            staged = tuple(map(bool, state.staged))
+        except TypeError:
+            raise ValueError(
+                f"{where}staged must be a bool for each block, got {state.staged!r}"
+            ) from None
         page = (2, self.num_kv_heads, self.fmt.group, self.fmt.head_dim)
-        num_staged = sum(state.staged)
-        num_records = len(state.staged) - num_staged
+        num_staged = sum(staged)
+        num_records = len(staged) - num_staged
         for name, rule, value in (
             ("fmt", self.fmt, state.fmt),
             ("layout_version", _host.layout_version, state.layout_version),
-            ("staged blocks", -(-length // self.fmt.group), len(state.staged)),
+            ("staged blocks", -(-length // self.fmt.group), len(staged)),
             (
                 "records",
                 (self.num_layers, *self.fmt.cache_shape(num_records, self.num_kv_heads)),
@@ -573,10 +596,8 @@ class PagedCache:
             ("dtype of records", torch.uint8, state.records.dtype),
         ):
             if rule != value:
-                raise ValueError(
-                    f"kvarn.PagedCache.import_sequence: {name} must be {rule}, got {value}"
-                )
-        seq = self._pool.restore(length, state.staged)
+                raise ValueError(f"{where}{name} must be {rule}, got {value}")
+        seq = self._pool.restore(length, staged)
         try:
             self._restore(state, self._pool.sequences[seq].blocks)
         except BaseException:
@@ -591,7 +612,8 @@ class PagedCache:
             np.array([slot for slot in slots if slot >= 0], np.int64),
         )
         records = state.records.to(self.device, non_blocking=True)
-        pages = state.pages.to(self.device, non_blocking=True)
+        # Of a tensor that wants a gradient the whole pool would become a part of its graph.
+        pages = state.pages.to(self.device, non_blocking=True).detach()
         for layer in range(self.num_layers):
             self.cache[layer][ids] = records[layer]
             self.staging[layer][pages_at] = pages[layer]
@@ -611,9 +633,10 @@ class PagedCache:
                 "kvarn.PagedCache.grow: num_blocks and num_slots must be at least "
                 f"{self.num_blocks} and {self.num_slots}, got {num_blocks} and {num_slots}"
             )
-        cache = [_grown(pool, num_blocks) for pool in self.cache]
-        staging = [_grown(pool, num_slots) for pool in self.staging]
-        block_slot = _grown(self.block_slot, num_blocks)
+        with outlives_inference_mode():
+            cache = [_grown(pool, num_blocks) for pool in self.cache]
+            staging = [_grown(pool, num_slots) for pool in self.staging]
+            block_slot = _grown(self.block_slot, num_blocks)
         block_slot[self.num_blocks :] = -1
         self._pool.grow(num_blocks, num_slots)
         self.cache, self.staging, self.block_slot = cache, staging, block_slot
@@ -839,6 +862,12 @@ def require_integer(what: str, value: object, least: int | None = None) -> int:
     return number
 
 
+def outlives_inference_mode() -> AbstractContextManager[object]:
+    """For tensors that are kept: what is made in inference mode cannot be written to outside."""
+    mode: AbstractContextManager[object] = torch.inference_mode(False)
+    return mode
+
+
 def _grown(pool: Tensor, size: int) -> Tensor:
     larger = pool.new_empty((size, *pool.shape[1:]))
     larger[: pool.shape[0]] = pool
@@ -866,7 +895,9 @@ def _seal_array(seals: list[Seal]) -> NDArray[np.int64]:
 def _bundle(arrays: Iterable[NDArray[Any]], pin_memory: bool) -> Tensor:
     """The bytes of all arrays, each from a multiple of `_ALIGN` on."""
     arrays = list(arrays)
-    bundle = torch.empty(sum(map(_room, arrays)), dtype=torch.uint8, pin_memory=pin_memory)
+    bundle = torch.empty(
+        sum(map(_room, arrays)), dtype=torch.uint8, device="cpu", pin_memory=pin_memory
+    )
     for part, array in zip(_unbundle(bundle, arrays), arrays, strict=True):
         part.numpy()[...] = array
     return bundle
@@ -896,5 +927,5 @@ def _padded(rows: list[NDArray[np.int32]]) -> NDArray[np.int32]:
 def _to_host(tensor: Tensor, non_blocking: bool) -> Tensor:
     if tensor.device.type == "cpu" or not non_blocking:
         return tensor.cpu()
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return pinned.copy_(tensor, non_blocking=True)

@@ -30,16 +30,29 @@ def read_config(path: Path) -> dict[str, Any]:
     """A Hugging Face ``config.json`` (or the one in a model's folder), of its text model.
 
     Raises:
-        ValueError: the file is not JSON.
+        ValueError: the file is not a JSON object.
         OSError: it cannot be read.
     """
     if path.is_dir():
         path = path / "config.json"
     try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"kvarn::capacity: {path} must be JSON, got {error}") from error
-    return config.get("text_config") or config
+    if not isinstance(config, dict):
+        got = type(config).__name__
+        raise ValueError(f"kvarn::capacity: {path} must be a JSON object, got a {got}")
+    text = config.get("text_config")
+    return text if isinstance(text, dict) and text else config
+
+
+def positive(config: dict[str, Any], name: str, path: Path) -> int:
+    """A size of a configuration. ValueError: it has none, or no size that a model can have."""
+    value = config.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        got = f"got {path} " + (f"with {value!r}" if name in config else "without it")
+        raise ValueError(f"kvarn::capacity: config must have a positive integer {name}, {got}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -79,14 +92,13 @@ class ModelShape:
                 f"kvarn::capacity: config must keep keys and values, got {path} with multi-head "
                 "latent attention (kv_lora_rank), which caches a latent instead"
             )
-        try:
-            layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-            head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                "kvarn::capacity: config must have num_hidden_layers, num_attention_heads and "
-                f"head_dim or hidden_size, got {path} without {error}"
-            ) from error
+        layers, heads = (
+            positive(config, name, path) for name in ("num_hidden_layers", "num_attention_heads")
+        )
+        if config.get("head_dim"):
+            head_dim = positive(config, "head_dim", path)
+        else:
+            head_dim = positive(config, "hidden_size", path) // heads
         types = config.get("layer_types")
         if types:
             layers = sum(kind in ("full_attention", "sliding_attention") for kind in types)

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -36,7 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _guarded(command, *arguments) -> int:  # type: ignore[no-untyped-def]
     try:
-        return int(command(*arguments))
+        status = int(command(*arguments))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # as in `... | head`; nor can Python flush at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (UserError, ValueError, OSError) as error:
         print(f"kvarn: {error}", file=sys.stderr)
         return 2
@@ -99,7 +105,15 @@ def capacity(args: argparse.Namespace) -> int:
 
     With --gpu also how long a decode step takes there, by a model of bytes and bandwidth.
     """
+    for option in ("batch", "tp", "weights", "weight_bits", "results"):
+        if getattr(args, option) is not None and not args.gpu:
+            raise UserError(f"--{option.replace('_', '-')} is of the decode step: it needs --gpu")
+    args.batch, args.tp, args.weight_bits = (
+        default if value is None else value
+        for value, default in ((args.batch, 32), (args.tp, 1), (args.weight_bits, 16))
+    )
     shape = _shape(args)
+    steps = _steps(args, shape) if args.gpu else []
     memory = capacity_module.parse_bytes(args.memory)
     rows = capacity_module.compare(
         shape,
@@ -113,7 +127,7 @@ def capacity(args: argparse.Namespace) -> int:
         report = capacity_module.to_json(shape, rows, memory=memory, context=args.context)
         if args.gpu:
             report["decode_step"] = scaling.to_json(
-                _steps(args, shape),
+                steps,
                 scaling.GPUS[args.gpu],
                 batch=args.batch,
                 context=args.context,
@@ -124,7 +138,7 @@ def capacity(args: argparse.Namespace) -> int:
     for table in _capacity_tables(shape, rows, memory, args.context):
         table.print()
     if args.gpu:
-        for table in _step_tables(_steps(args, shape), args):
+        for table in _step_tables(steps, args):
             table.print()
     return 0
 
@@ -187,6 +201,8 @@ def _capacity_tables(
 
 
 def _steps(args: argparse.Namespace, shape: ModelShape) -> list[scaling.Step]:
+    if args.results is not None and not args.results.is_dir():
+        raise UserError(f"--results must be a folder, got {args.results}")
     if args.weights is not None:
         weights = capacity_module.parse_bytes(args.weights)
         decoder = scaling.Decoder.from_bytes(shape, weights, weight_bits=args.weight_bits)
@@ -352,16 +368,10 @@ def _parser() -> argparse.ArgumentParser:
         help="newest full blocks in 16 bits (default: %(default)s)",
     )  # fmt: skip
     command.add_argument("--gpu", choices=scaling.GPUS, help="also model a decode step on this GPU")
-    command.add_argument(
-        "--batch", type=int, default=32, help="sequences of that step (default: %(default)s)"
-    )
-    command.add_argument(
-        "--tp", type=int, default=1, help="GPUs that share heads and weights (default: %(default)s)"
-    )
+    command.add_argument("--batch", type=int, help="sequences of that step (default: 32)")
+    command.add_argument("--tp", type=int, help="GPUs that share heads and weights (default: 1)")
     command.add_argument("--weights", help="bytes of the weights, where --config does not tell")
-    command.add_argument(
-        "--weight-bits", type=int, default=16, help="of a weight (default: %(default)s)"
-    )
+    command.add_argument("--weight-bits", type=int, help="of a weight (default: 16)")
     command.add_argument(
         "--results", type=Path, metavar="FOLDER",
         help="of recorded benchmarks of a GPU, for the rate of attention (default: the "

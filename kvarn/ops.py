@@ -52,11 +52,11 @@ def _numbers(fmt: Format) -> tuple[int, int, int, int]:
     return fmt.key_bits, fmt.value_bits, fmt.group, fmt.head_dim
 
 
-def _wrote(*tensors: Tensor) -> None:
+def _wrote(*tensors: Tensor | None) -> None:
     """Tells autograd that a caller's tensors have changed, as torch's own in-place ops do."""
     if not torch.compiler.is_compiling():
         for tensor in tensors:
-            if not tensor.is_inference():
+            if tensor is not None and not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
 
 
@@ -621,7 +621,7 @@ def decode_attention(
         sm_scale, logits_soft_cap, window_left, sinks, max_seq_len, split, workspace, attended,
         lse,
     )  # fmt: skip
-    _wrote(attended)
+    _wrote(attended, lse, workspace)
     return attended if lse is None else (attended, lse)
 
 

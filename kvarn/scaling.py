@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvarn.capacity import ModelShape, packed_capacity, plain_capacity, read_config
+from kvarn.capacity import ModelShape, packed_capacity, plain_capacity, positive, read_config
 from kvarn.format import Format
 
 
@@ -121,14 +121,12 @@ class Decoder:
                 "kvarn::scaling: config must be of a dense transformer with attention in every "
                 f"layer, or the bytes of its weights given, got {path}"
             )
-        try:
-            hidden, inner = config["hidden_size"], config["intermediate_size"]
-            vocabulary = config["vocab_size"] * hidden
-        except KeyError as error:
-            raise ValueError(
-                "kvarn::scaling: config must have hidden_size, intermediate_size and vocab_size, "
-                f"got {path} without {error}"
-            ) from error
+        hidden, inner, words = (
+            positive(config, name, path)
+            for name in ("hidden_size", "intermediate_size", "vocab_size")
+        )
+        vocabulary = words * hidden
+        _check_weight_bits(weight_bits)
         heads = 2 * (config["num_attention_heads"] + shape.kv_heads)
         layer = hidden * (heads * shape.head_dim + 3 * inner)
         parameters = shape.layers * layer + vocabulary
@@ -138,7 +136,13 @@ class Decoder:
     @classmethod
     def from_bytes(cls, shape: ModelShape, weight_bytes: int, *, weight_bits: int = 16) -> Decoder:
         """A model of which only the cache and the bytes of the weights are known."""
+        _check_weight_bits(weight_bits)
         return cls(shape, weight_bytes * 8 // weight_bits, weight_bytes, weight_bytes)
+
+
+def _check_weight_bits(weight_bits: int) -> None:
+    if weight_bits < 1:
+        raise ValueError(f"kvarn::scaling: weight_bits must be at least 1, got {weight_bits}")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -217,6 +217,36 @@ def raw(op: str) -> Call:
         named["out"], named["lse"] = out
     names = [a.name for a in getattr(torch.ops.kvarn, op).default._schema.arguments]
     return {name: named[name] for name in names}
+
+
+def overlapping(op: str, device: str = "cpu") -> Iterator[tuple[str, str, Tensor, Call]]:
+    """Raw calls in which something written lies over another tensor, all but its first 16 bytes:
+    the names of both, the memory of both, the arguments."""
+    overloads = getattr(torch.ops.kvarn, op)
+    function = getattr(overloads, "out", overloads.default)
+    plain = raw(op) | ({"out": call(op)["out"]} if function is not overloads.default else {})
+    for argument in function._schema.arguments:
+        written = argument.name
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        for other, tensor in tensors(plain).items():
+            if other == written:
+                continue
+            size = max(plain[written].nbytes, tensor.nbytes + 16)
+            memory = torch.zeros(size, dtype=torch.uint8, device=device)
+            over = {}
+            for name, start in ((other, 16), (written, 0)):
+                t = plain[name]
+                part = memory[start : start + t.nbytes].view(t.dtype).view(t.shape)
+                over[name] = part.copy_(t)
+            on_device = {n: t.to(device) for n, t in tensors(plain).items()}
+            yield written, other, memory, plain | on_device | over
+
+
+def call_raw(op: str, arguments: Call) -> None:
+    """Calls torch.ops.kvarn.<op>, or its overload `out` if that is the one that writes."""
+    overloads = getattr(torch.ops.kvarn, op)
+    getattr(overloads, "out", overloads.default)(**arguments)
 
 
 def canonical_names() -> tuple[str, ...]:

@@ -226,6 +226,11 @@ def test_whole_decode_steps(tmp_path):
     memory = {"what": "capacity", "layers": 36, "context": 16384}
     rows = [
         {"case": layer, "time_us": 200.0, "peers": {"cuDNN fp16": 1000.0}},
+        {
+            "case": layer | {"context": 131072}, "time_us": 400.0, "peers": {},
+            "skipped": {"cuDNN fp16": "OutOfMemoryError: CUDA out of memory. Tried to allocate"},
+        },
+        {"case": layer | {"batch": 4}, "time_us": 50.0, "peers": {"cuDNN fp16": 100.0}},
         {"case": network, "time_us": 2000.0, "tokens_per_s": 32000, "peers": {}},
         {
             "case": memory, "memory_bytes": 128 << 30, "batch": 220, "batch_16bit": 55,
@@ -237,7 +242,11 @@ def test_whole_decode_steps(tmp_path):
     path.write_text(json.dumps({**machine, "note": note, "rows": [common | row for row in rows]}))
     text = report.serving_tables(path)
     assert text.startswith(f"G (driver 1, CUDA 2), torch 3, 4, commit 5; format {NAME}. {note}\n")
-    assert "| 64 | 16384 | 1 | **200.0 us** | 1.00 ms (5.00x) |" in text
+    assert (
+        "| 4 | 16384 | 1 | **50.0 us** | 100.0 us (2.00x) |\n"
+        "| 64 | 16384 | 1 | **200.0 us** | 1.00 ms (5.00x) |\n"
+        "| 64 | 131072 | 1 | **400.0 us** | out of memory |\n"
+    ) in text
     assert "| 64 | 16384 | 4 | **2.00 ms** | 32,000 |" in text
     assert "| 36 | 16384 | 128.0 GiB | **220** | 221 | 55 | 4.00 |" in text
 

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated"
 
 @pytest.fixture(autouse=True)
 def small_reads(monkeypatch):
-    monkeypatch.setattr(ceilings, "input_sets", lambda num_bytes, device: 2)
+    for module in (ceilings, serving):
+        monkeypatch.setattr(module, "input_sets", lambda num_bytes, device: 2)
 
 
 def test_attention(tmp_path, monkeypatch):
@@ -45,6 +46,18 @@ def test_attention(tmp_path, monkeypatch):
         assert row["time_us"] > 0
         assert row["peers"].keys() == {"SDPA math fp32"}
         assert row["bytes_16bit"] == 2 * 3 * 400 * 2 * 64 * 2
+
+
+def test_several_sizes(tmp_path):
+    out = tmp_path / "serving.json"
+    arguments = ["--what", "attention", "--out", str(out), "--commit", "x", "--sizes"]
+    assert serving.main([*SIZES, *arguments, "1x130", "2x300"]) == 0
+    cases = [row["case"] for row in json.loads(out.read_text())["rows"]]
+    assert [(case["batch"], case["context"], case["seals"]) for case in cases] == [
+        (1, 130, 0), (1, 130, 1), (2, 300, 0), (2, 300, 1),
+    ]  # fmt: skip
+    with pytest.raises(SystemExit):
+        serving.main(["--sizes", "64"])
 
 
 def test_model(capsys):

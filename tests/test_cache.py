@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import pickle
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import pytest
 import torch
 from dense_cache import Q_HEADS_PER_KV, CheckedCache
+from torch import Tensor
 
 from kvarn import Format, PagedCache, ops
-from kvarn.cache import CacheFull
+from kvarn.cache import CacheFull, Step
 
 FMT = Format("kvarn_k4v2_g64", head_dim=64)
 G = FMT.group
@@ -380,6 +383,77 @@ def test_fused_projections_are_taken_as_views():
     assert torch.equal(*outs)
 
 
+# Modes of torch that a caller may be in ---------------------------------------------------------
+
+
+def life(cache: PagedCache, around: Callable[[], AbstractContextManager[object]]) -> list[Tensor]:
+    """Outputs of steps, each call within `around()`; captured steps where a graph would be."""
+    random = torch.Generator(cache.device).manual_seed(0)
+    outs = []
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random, device=cache.device, dtype=torch.float32).to(
+            cache.dtype
+        )
+
+    def run(count: int, seq: int, into: Step | None = None) -> None:
+        q, (key, value) = normal(count, 4, FMT.head_dim), normal(2, count, 2, FMT.head_dim)
+        with around():
+            step = cache.plan([(seq, count)], into=into)
+            for layer in range(cache.num_layers):
+                outs.append(cache.attend(step, layer, q, key, value))
+            cache.commit(step)
+
+    with around():
+        seq = cache.new_sequence()
+    run(3 * G - 1, seq)
+    with around():
+        decode = cache.graph_step(1, 8 * G)
+    for _ in range(2):
+        run(1, seq, decode)
+    with around():
+        child = cache.fork(seq)
+        cache.truncate(seq, 2 * G + 5)
+        cache.grow(cache.num_blocks + 4, cache.num_slots + 1)
+        state = cache.export_sequence(child)
+        cache.free(child)
+        child = cache.import_sequence(state)
+        cache.export_sequence(child, non_blocking=True)
+        decode = cache.graph_step(1, 8 * G)
+    run(1, child, decode)
+    run(G, seq)
+    return outs
+
+
+def paged(device: str = "cpu", dtype: torch.dtype = torch.float32) -> PagedCache:
+    return PagedCache(
+        FMT, num_layers=2, num_kv_heads=2, num_blocks=16, num_slots=8, dtype=dtype, device=device
+    )
+
+
+@pytest.mark.parametrize("default", ["meta", "cpu"])
+def test_any_default_device_of_torch(default):
+    expected = life(paged(), nullcontext)
+    with torch.device(default):
+        outs = life(paged(), nullcontext)
+    assert all(map(torch.equal, outs, expected))
+
+
+def alternating(*modes: Callable[[], AbstractContextManager[object]]):
+    turns = itertools.cycle(modes)
+    return lambda: next(turns)()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_in_inference_mode_and_out_of_it_in_turn(first):
+    expected = life(paged(), nullcontext)
+    modes = [torch.inference_mode, torch.no_grad]
+    around = alternating(modes[first], modes[1 - first])
+    with around():
+        cache = paged()
+    assert all(map(torch.equal, life(cache, around), expected))
+
+
 # Export and import -----------------------------------------------------------------------------
 
 
@@ -453,6 +527,54 @@ def test_fault18_what_does_not_fit_is_refused():
 
 
 # Out of memory ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (None, "state must be a SequenceState, got dict"),
+        ({"staged": None}, "staged must be a bool for each block, got None"),
+        ({"staged": 3}, "staged must be a bool for each block, got 3"),
+        ({"records": None}, "records must be a tensor, got NoneType"),
+        ({"pages": [1.0]}, "pages must be a tensor, got list"),
+    ],
+)
+def test_fault18_what_is_no_state_is_refused(changes, words):
+    c = checked()
+    seq = c.new()
+    c.step([(seq, 3 * G + 5)])
+    state = c.cache.export_sequence(seq)
+    bad = {} if changes is None else dataclasses.replace(state, **changes)
+    free = c.cache.num_free_blocks, c.cache.num_free_slots
+    with pytest.raises(ValueError, match=f"^kvarn.PagedCache.import_sequence: {words}"):
+        c.cache.import_sequence(bad)
+    assert (c.cache.num_free_blocks, c.cache.num_free_slots) == free
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_fault18_flags_and_gradients_of_a_state(kind):
+    """Flags of any kind; and pages that want a gradient do not draw the pool into their graph."""
+    c = checked()
+    seq = c.new()
+    c.step([(seq, 3 * G + 5)])
+    state, model = c.export(seq)
+    pages = state.pages.clone().requires_grad_()
+    state = dataclasses.replace(state, staged=kind(state.staged), pages=pages)
+    with torch.enable_grad():
+        restored = c.restore((state, model))
+        assert not any(pool.requires_grad for pool in c.cache.staging)
+        c.step([(restored, 2)])
+    c.check()
+
+
+@pytest.mark.parametrize("requests", [None, [1], [(1,)], [(1, 2, 3)], 7])
+def test_requests_are_pairs(requests):
+    c = checked()
+    c.new()
+    words = "requests must be pairs of a sequence and a count, got"
+    with pytest.raises(ValueError, match=f"^kvarn.PagedCache.plan: {words}"):
+        c.cache.plan(requests)
+    c.cache.abort(c.cache.plan(pair for pair in [(1, 2)]))
 
 
 def test_out_of_blocks_says_how_many_and_changes_nothing():

@@ -103,7 +103,7 @@ def test_config_that_has_no_cache_of_keys(tmp_path):
         ModelShape.from_config(path)
     assert str(path) in str(raised.value)
     path.write_text('{"num_hidden_layers": 2}')
-    with pytest.raises(ValueError, match="must have num_hidden_layers, .* without 'num_attention"):
+    with pytest.raises(ValueError, match="positive integer num_attention_heads, .* without it"):
         ModelShape.from_config(path)
     path.write_text("layers: 2")
     with pytest.raises(ValueError, match="must be JSON"):

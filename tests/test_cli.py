@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,6 +53,17 @@ def test_capacity_of_a_config(tmp_path, capsys):
         (["capacity", *MODEL, "--memory", "much"], "memory must be like 16GiB or 80GB, got 'much'"),
         (["capacity", *MODEL, "--context", "0"], "context must be at least 1, got 0"),
         (["capacity", *MODEL, "--formats", "k4"], "kvarn.Format: name must be kvarn_k{2,3,4,8}"),
+        (["capacity", *MODEL, "--tp", "2"], "--tp is of the decode step: it needs --gpu"),
+        (["capacity", *MODEL, "--weight-bits", "8"], "--weight-bits is of the decode step"),
+        (["capacity", *MODEL, "--gpu", "h200"], "--gpu needs the weights"),
+        (
+            ["capacity", *MODEL, "--gpu", "h200", "--weights", "9GB", "--weight-bits", "0"],
+            "weight_bits must be at least 1, got 0",
+        ),
+        (
+            ["capacity", *MODEL, "--gpu", "h200", "--weights", "9GB", "--results", "nowhere"],
+            "--results must be a folder, got nowhere",
+        ),
         (["demo", "--model", "nowhere"], "model must be a local folder or GGUF file, got nowhere"),
         (["demo", "--tokens", "100"], "kvarn demo: tokens must be more than 384, got 100"),
     ],
@@ -59,9 +71,60 @@ def test_capacity_of_a_config(tmp_path, capsys):
 def test_errors_are_words(arguments, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert cli.main(arguments) == 2
-    printed = capsys.readouterr().err
-    assert message in printed
-    assert "Traceback" not in printed
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert "Traceback" not in printed.err
+    assert "tokens" not in printed.out  # no table before the error
+
+
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 64}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"[1]", "must be a JSON object, got a list"),
+        (b"\xff\xfe", "must be JSON, got 'utf-8' codec"),
+        (b"{", "must be JSON, got Expecting"),
+        (b"{}", "a positive integer num_hidden_layers, got config.json without it"),
+        (b'{"text_config": 3}', "a positive integer num_hidden_layers, got config.json without it"),
+        *(
+            (json.dumps(SIZES | {name: bad}).encode(), f"a positive integer {name}, got")
+            for name in SIZES
+            for bad in ("4", -1, 2.0, True)
+        ),
+        (json.dumps(SIZES | {"num_attention_heads": 0}).encode(), "num_attention_heads, got"),
+        (json.dumps(SIZES | {"head_dim": 0, "hidden_size": 0}).encode(), "hidden_size, got"),
+        (json.dumps(SIZES | {"head_dim": 0, "hidden_size": 3}).encode(), "head_dim must be"),
+        (json.dumps(SIZES | {"num_key_value_heads": "8"}).encode(), "kv_heads must be"),
+        (json.dumps(SIZES | {"layer_types": ["linear_attention"]}).encode(), "layers must be"),
+    ],
+)
+@pytest.mark.parametrize("options", [[], ["--gpu", "h200"]])
+def test_any_config_that_describes_no_model(text, message, options, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_bytes(text)
+    assert cli.main(["capacity", "--config", "config.json", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "intermediate_size", "vocab_size"])
+@pytest.mark.parametrize("bad", [None, 0, "9"])
+def test_a_config_without_the_weights(name, bad, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000}
+    Path("config.json").write_text(json.dumps(SIZES | sizes | {name: bad}))
+    assert cli.main(["capacity", "--config", "config.json", "--gpu", "h200"]) == 2
+    assert f"a positive integer {name}, got config.json with" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    command = f"{sys.executable} -m kvarn capacity {' '.join(MODEL)}"
+    done = subprocess.run(
+        ["bash", "-c", f"{command} | true; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True
+    )
+    assert done.stderr == ""
+    assert done.returncode in (0, 1)  # 0: it was all written before
 
 
 @pytest.mark.parametrize("arguments", [[], ["unknown"], ["info", "--unknown"]])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from dense_cache import CheckedCache, Replayed, rows_of, run_step, same_state
 from hypothesis import HealthCheck, settings
+from test_cache import alternating, life
 from test_cache_fuzz import CacheMachine
 
 from kvarn import Format, PagedCache
@@ -35,6 +36,34 @@ def checked(fmt: Format = FMT, dtype: torch.dtype = torch.float16, **options) ->
 def paged(fmt: Format = FMT, **options) -> PagedCache:
     sizes = {"num_layers": 2, "num_kv_heads": 2, "num_blocks": 64, "num_slots": 32}
     return PagedCache(fmt, **{"device": DEVICE, "dtype": torch.float16, **sizes, **options})
+
+
+@pytest.mark.parametrize("default", ["cuda", "meta"])
+def test_any_default_device_of_torch(default):
+    expected = life(paged(), contextlib.nullcontext)
+    with torch.device(default):
+        outs = life(paged(), contextlib.nullcontext)
+    assert all(map(torch.equal, outs, expected))
+
+
+def test_in_inference_mode_and_out_of_it_in_turn():
+    expected = life(paged(), contextlib.nullcontext)
+    with torch.inference_mode():
+        cache = paged()
+    outs = life(cache, alternating(torch.no_grad, torch.inference_mode))
+    assert all(map(torch.equal, outs, expected))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_a_gpu_that_is_not_the_current_one():
+    expected = life(paged(), contextlib.nullcontext)
+    outs = life(paged(device="cuda:1"), contextlib.nullcontext)
+    assert {out.device for out in outs} == {torch.device("cuda:1")}
+    for out, want in zip(outs, expected, strict=True):  # the inputs are other random numbers
+        assert out.shape == want.shape and not out.isnan().any()
+    with torch.cuda.device(1):
+        again = life(paged(device="cuda:1"), contextlib.nullcontext)
+    assert all(map(torch.equal, outs, again))
 
 
 # The life of blocks ----------------------------------------------------------------------------

@@ -228,3 +228,38 @@ def test_outputs_are_written_whole(op: str) -> None:
         overload(*arguments.values())
         results.append(tuple(arguments[name].clone() for name in written))
     same_bits(*results)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("checked", ["0", "1"])
+@pytest.mark.parametrize("op", op_calls.OPS)
+def test_runs_on_the_gpu_of_its_tensors(op: str, checked: str, monkeypatch: Any) -> None:
+    """Whichever is the current one; two GPUs take part in no op."""
+    monkeypatch.setenv("KVARN_CHECKED", checked)
+    arguments = gpu.call(op)
+    other = {
+        name: value if value is None else _to(value, "cuda:1") for name, value in arguments.items()
+    }
+    if op == "decode_workspace_bytes":
+        arguments["device"], other["device"] = "cuda:0", "cuda:1"
+    expected, results = op_calls.run(op, arguments), op_calls.run(op, other)
+    assert torch.cuda.current_device() == 0
+    if op == "decode_workspace_bytes":
+        assert results == expected
+        return
+    assert {result.device for result in results} == {torch.device("cuda:1")}
+    same_bits(*(tuple(t.cpu() for t in tensors) for tensors in (results, expected)))
+    names = op_calls.tensors(other)
+    for name in names if len(names) > 1 else ():
+        mixed = op_calls.replace(other, name, op_calls.tensors(arguments)[name])
+        with pytest.raises(ValueError, match="on cuda:[01]"):
+            op_calls.run(op, mixed)
+
+
+def _to(x: Any, device: str) -> Any:
+    if isinstance(x, Tensor):
+        return x.to(device)
+    if isinstance(x, tuple):
+        parts = [_to(part, device) for part in x]
+        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+    return x

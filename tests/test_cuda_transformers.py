@@ -328,6 +328,22 @@ def test_fault25_a_captured_decode_step_equals_an_eager_one(family, dtype, batch
     assert [captured.paged.length(seq) for seq in captured._seqs] == (full.sum(1) + 1).tolist()
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_decode_graph_of_a_gpu_that_is_not_the_current_one():
+    ids = tokens(2, 120)
+    logits = []
+    for device in ("cuda:0", "cuda:1"):
+        model = make_cpu_model("llama", dtype=torch.float16).to(device)
+        cache = KVarNCache(model.config, "kvarn_k4v4_g64", max_tokens=256)
+        model(ids[:, :100].to(device), past_key_values=cache)
+        decode = DecodeGraph(model, cache)
+        steps = [decode(ids[:, i : i + 1].to(device)).clone() for i in range(100, 120)]
+        assert steps[0].device == torch.device(device)
+        logits.append(torch.cat(steps, 1).cpu())
+    assert torch.cuda.current_device() == 0
+    assert torch.equal(*logits)
+
+
 def test_what_a_decode_graph_cannot_do_is_refused():
     model = make_model("llama")
     ids = ids_of(2, 20)

@@ -292,34 +292,11 @@ def test_head_dimension_512_is_refused() -> None:
     assert (out == 171).all()
 
 
-def test_fault12_an_output_over_an_input_is_refused() -> None:
-    fmt = op_calls.FMT
-    memory = torch.zeros(1 << 20, dtype=torch.uint8, device=DEVICE)
-
-    def view(dtype: torch.dtype, *shape: int) -> Tensor:
-        count = torch.Size(shape).numel() * dtype.itemsize
-        return memory[:count].view(dtype).view(shape)
-
-    tiles = view(torch.float16, 1, 64, 2, 64)
-    records = view(torch.uint8, 1, 2, fmt.record_bytes)
-    staging = view(torch.float16, 2, 2, 2, 64, 64)
-    codes, bytes_ = view(torch.uint8, 4, 64), view(torch.uint8, 4, 32)
-    other = gpu.normal(1, 64, 2, 64)
-    one = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    slot = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    calls = [
-        lambda: ops.pack_bits(codes, 4, out=bytes_),
-        lambda: ops.unpack_bits(bytes_, 4, 64, out=codes),
-        lambda: ops.quantize_tiles(tiles, other, fmt, out=records),
-        lambda: ops.quantize_tiles(other, tiles, fmt, out=records),
-        lambda: ops.dequantize_tiles(records, fmt, out=(tiles, other)),
-        lambda: ops.dequantize_tiles(records, fmt, out=(other, tiles)),
-        lambda: ops.append_kv(tiles[0, :1], other[0, :1], one, staging, slot, fmt),
-        lambda: ops.append_kv(other[0, :1], tiles[0, :1], one, staging, slot, fmt),
-        lambda: ops.seal_blocks(staging, one, one, records, fmt),
-    ]
-    for call in calls:
+@pytest.mark.parametrize("op", [op for op in op_calls.OPS if op != "decode_workspace_bytes"])
+def test_fault12_nothing_written_lies_over_any_other_argument(op: str) -> None:
+    for written, other, memory, arguments in op_calls.overlapping(op, DEVICE):
+        before = memory.clone()
         with pytest.raises(RuntimeError, match="must not overlap"):
-            call()
-    gpu.synchronize()
-    assert (memory == 0).all()
+            op_calls.call_raw(op, arguments)
+        gpu.synchronize()
+        assert torch.equal(memory, before), (written, other)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 
 import pytest
 import torch
@@ -13,10 +15,11 @@ pytest.importorskip("accelerate")
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
+from rich.console import Console
 from tiny_model import WORDS, save
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvarn import Format, cli
+from kvarn import Format, _progress, cli
 from kvarn.studies import encoders, intervals
 from kvarn.studies.divergence import Run, teacher_forced
 from kvarn.studies.models import LoadedModel
@@ -41,6 +44,13 @@ def test_demo_of_a_local_model(folder, tmp_path, capsys):
     arguments += ["--formats", "kvarn_k8v4_g64", "kvarn_k4v2_g128", "--out", str(out), "--quick"]
     assert cli.main([*arguments, "--memory", "10MiB"]) == 0
     printed = capsys.readouterr().out
+    lines = [line for line in printed.splitlines() if line.endswith(" ...") or ": done in" in line]
+    assert [line.split(" ")[0] for line in lines[::2]] == [
+        "Loading", "Reading", "Answering", "Drawing",
+    ]  # fmt: skip
+    assert [begun.removesuffix(" ...") for begun in lines[2::2]] == [
+        done.split(":")[0] for done in lines[3::2]
+    ]
     assert "450 tokens of text.txt" in printed
     assert "tokens in 10 MiB" in printed
 
@@ -68,6 +78,24 @@ def test_demo_of_a_local_model(folder, tmp_path, capsys):
     assert len(rows["kvarn_k4v2_g128"]["sample"]["tokens"]) == 24
     for picture in ("rotation.png", "error-by-position.png", "memory.png"):
         assert (out / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_progress_is_told_while_it_is_made_where_there_is_no_terminal(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(_progress.time, "monotonic", lambda: now[0])
+    file = io.StringIO()
+    with _progress.progress(Console(file=file)) as progress:
+        task = progress.add_task("Reading", total=1200)
+        assert file.getvalue() == "Reading ...\n"
+        for _ in range(12):
+            now[0] += 3
+            progress.advance(task, 100)
+            progress.advance(task, 0)
+    begun, *middle, done = file.getvalue().splitlines()
+    assert middle == ["Reading: 400 of 1,200", "Reading: 800 of 1,200"]
+    assert re.fullmatch(r"Reading: done in \d+ s", done)
+    with _progress.progress(Console(file=io.StringIO(), force_terminal=True)) as bars:
+        assert not bars.disable
 
 
 def test_demo_needs_enough_text(folder, tmp_path, capsys):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import op_calls
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from kvarn import Format, ops, reference
 
@@ -74,6 +76,22 @@ def test_fault12_an_output_over_an_input_is_refused() -> None:
     assert (memory == 0).all()
 
 
+WRITING = [op for op in op_calls.OPS if op not in ("decode_workspace_bytes",)]
+
+
+@pytest.mark.parametrize("op", WRITING)
+def test_fault12_nothing_written_lies_over_any_other_argument(op: str) -> None:
+    """Nor over index tensors, which steer where it is written."""
+    pairs = 0
+    for written, other, memory, arguments in op_calls.overlapping(op):
+        before = memory.clone()
+        with pytest.raises(RuntimeError, match="must not overlap"):
+            op_calls.call_raw(op, arguments)
+        assert torch.equal(memory, before), (written, other)
+        pairs += 1
+    assert pairs >= 1
+
+
 def test_fault12_slices_of_one_buffer() -> None:
     """Different parts of each row are apart, whatever the extents; shared parts are not."""
     fused = torch.randn(6, 8, 64)
@@ -127,6 +145,26 @@ def test_gradients_are_refused_rather_than_dropped() -> None:
         assert ops.decode_attention(**paged(q)).shape == q.shape
 
 
+def floating(op: str) -> list[str]:
+    tensors = op_calls.tensors(op_calls.call(op)).items()
+    return [name for name, t in tensors if t.is_floating_point()]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize(
+    ("op", "name"), [(op, name) for op in op_calls.OPS for name in floating(op)]
+)
+def test_fault26_tangents_are_refused_rather_than_dropped(op: str, name: str) -> None:
+    """Of torch.func.jvp and torch.autograd.forward_ad: no op has a forward-mode derivative."""
+    arguments = op_calls.call(op)
+    t = op_calls.tensors(arguments)[name]
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(t, torch.ones_like(t))
+        with pytest.raises(ValueError, match=r"must be without tangent"):
+            op_calls.run(op, op_calls.replace(arguments, name, dual))
+        op_calls.run(op, op_calls.call(op))  # others go on
+
+
 def test_autograd_sees_that_a_saved_tensor_was_overwritten() -> None:
     x, w = torch.randn(4, 64), torch.ones(64, requires_grad=True)
     y = (x * w).sum()
@@ -138,5 +176,10 @@ def test_autograd_sees_that_a_saved_tensor_was_overwritten() -> None:
     slot = torch.zeros(1, dtype=torch.int32)
     ops.append_kv(halves(1, 2, 64), halves(1, 2, 64), torch.tensor([0]), staging, slot, FMT)
     assert staging._version > before
+    arguments = op_calls.call("decode_attention")
+    written = [*arguments["out"], arguments["workspace"]]
+    versions = [t._version for t in written]
+    ops.decode_attention(**arguments)
+    assert all(t._version > before for t, before in zip(written, versions, strict=True))
     with torch.inference_mode():
         ops.hadamard_transform(torch.ones(1, 64), out=torch.empty(1, 64))

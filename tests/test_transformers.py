@@ -426,6 +426,24 @@ def test_a_decode_graph_equals_forward_passes():
         assert cache.get_seq_length() == 95
 
 
+def test_a_cache_made_in_inference_mode_goes_on_outside_of_it():
+    """As with `generate`, which has no_grad, after a prompt that ran under inference_mode."""
+    model = make_model("llama")
+    ids = tokens(1, 140)
+    logits = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        cache = KVarNCache(model.config, "kvarn_k4v4_g64", max_tokens=256)
+        with mode():
+            run(model, ids[:, :100], cache, [100])
+            decode = DecodeGraph(model, cache)
+            steps = [decode(ids[:, 100:101])]
+        with torch.no_grad():
+            steps += [decode(ids[:, i : i + 1]) for i in range(101, 135)]
+            steps.append(model(ids[:, 135:], past_key_values=cache).logits)
+        logits.append(torch.cat(steps, 1))
+    assert torch.equal(*logits)
+
+
 # Memory ----------------------------------------------------------------------------------------
 
 

@@ -39,6 +39,9 @@ Arguments::DTypes model_dtypes() {
   return Backend::kFloat32 ? kFloats : kHalves;
 }
 
+/// The tensor, if there is one, for Arguments::apart.
+inline const Tensor* given(const OptionalTensor& t) { return t ? &*t : nullptr; }
+
 /// Never null, not even of an empty tensor: in a params struct null means "not given".
 inline const void* data_of(const Tensor& t) {
   static const std::max_align_t nothing{};
@@ -177,9 +180,9 @@ void variance_normalize(const Tensor& tiles, int64_t iterations, const Tensor& b
   args.output("row_scale", row_scale, ScalarType::Float, {n, rows}, Layout::kContiguous);
   args.output("col_scale", col_scale, ScalarType::Float, {n, cols}, Layout::kContiguous);
   args.apart("balanced", balanced, "tiles", tiles);
-  args.apart("row_scale", row_scale, "balanced", balanced);
-  args.apart("col_scale", col_scale, "balanced", balanced);
-  args.apart("col_scale", col_scale, "row_scale", row_scale);
+  args.apart("row_scale", row_scale, {{"tiles", &tiles}, {"balanced", &balanced}});
+  args.apart("col_scale", col_scale,
+             {{"tiles", &tiles}, {"balanced", &balanced}, {"row_scale", &row_scale}});
 
   NormalizeParams p;
   p.x = data_of(tiles);
@@ -440,10 +443,13 @@ void append_kv(const Tensor& key, const Tensor& value, const Tensor& slot_mappin
   p.slot_mapping = index_array(args, "slot_mapping", slot_mapping, p.tokens);
   p.staging = staging_of<Backend>(args, staging, p.format, key.size(1));
   args.output("staging", staging, key.scalar_type(), shape_of(staging));
-  args.apart("staging", staging, "key", key);
-  args.apart("staging", staging, "value", value);
   p.block_slot = index_array(args, "block_slot", block_slot, "num_blocks");
   p.blocks = block_slot.size(0);
+  args.apart("staging", staging,
+             {{"key", &key},
+              {"value", &value},
+              {"slot_mapping", &slot_mapping},
+              {"block_slot", &block_slot}});
   p.key = data_of(key);
   p.value = data_of(value);
   copy_strides(key, p.key_stride);
@@ -466,13 +472,15 @@ void seal_blocks(const Tensor& staging, const Tensor& slots, const Tensor& block
   p.blocks = index_array(args, "blocks", blocks, p.tiles);
   p.cache = cache_of(args, cache, p.format, staging.size(2));
   args.output("cache", cache, ScalarType::Byte, shape_of(cache));
-  args.apart("cache", cache, "staging", staging);
   p.fit = fit_of(args, fit);
   p.iterations = args.narrow("iterations", iterations);
   if (count) {
     args.input("count", *count, {ScalarType::Int}, {1});
     p.count = static_cast<const int32_t*>(data_of(*count));
   }
+  args.apart(
+      "cache", cache,
+      {{"staging", &staging}, {"slots", &slots}, {"blocks", &blocks}, {"count", given(count)}});
   args.ok(Backend(args.device()).seal_blocks(p));
 }
 
@@ -566,18 +574,22 @@ void decode_attention(const Tensor& q, const Tensor& cache, const Tensor& block_
   p.max_seq_len = max_seq_len;
   p.split_tokens = split_tokens;
 
+  const std::initializer_list<Arguments::Named> inputs = {{"q", &q},
+                                                          {"cache", &cache},
+                                                          {"block_table", &block_table},
+                                                          {"seq_lens", &seq_lens},
+                                                          {"staging", given(staging)},
+                                                          {"block_slot", given(block_slot)},
+                                                          {"cu_query_lens", given(cu_query_lens)},
+                                                          {"sinks", given(sinks)}};
   args.output("out", out, q.scalar_type(), shape_of(q));
-  args.apart("out", out, "q", q);
-  args.apart("out", out, "cache", cache);
-  if (staging) args.apart("out", out, "staging", *staging);
+  args.apart("out", out, inputs);
   p.out = output_of<void>(out);
   copy_strides(out, p.out_stride);
   if (lse) {
     args.output("lse", *lse, ScalarType::Float, {p.tokens, p.q_heads}, Layout::kStrided);
     args.apart("lse", *lse, "out", out);
-    args.apart("lse", *lse, "q", q);
-    args.apart("lse", *lse, "cache", cache);
-    if (staging) args.apart("lse", *lse, "staging", *staging);
+    args.apart("lse", *lse, inputs);
     p.lse = output_of<float>(*lse);
     copy_strides(*lse, p.lse_stride);
   }
@@ -587,11 +599,8 @@ void decode_attention(const Tensor& q, const Tensor& cache, const Tensor& block_
       {format, p.kv.seqs, p.tokens, p.q_heads, p.kv.kv_heads, max_seq_len, split_tokens});
   if (workspace) {
     args.output("workspace", *workspace, ScalarType::Byte, {"bytes"});
-    args.apart("workspace", *workspace, "out", out);
-    if (lse) args.apart("workspace", *workspace, "lse", *lse);
-    args.apart("workspace", *workspace, "q", q);
-    args.apart("workspace", *workspace, "cache", cache);
-    if (staging) args.apart("workspace", *workspace, "staging", *staging);
+    args.apart("workspace", *workspace, {{"out", &out}, {"lse", given(lse)}});
+    args.apart("workspace", *workspace, inputs);
     args.require(workspace->size(0) >= bytes, "workspace",
                  "of at least " + std::to_string(bytes) + " bytes", workspace->size(0));
     constexpr size_t kAlignment = 16;
@@ -641,8 +650,13 @@ void gather_kv(const Tensor& cache, const Tensor& block_table, const Tensor& seq
   args.output("value", value, key.scalar_type(), shape_of(key));
   args.apart("key", key, "value", value);
   for (const auto& [name, t] : {std::pair("key", &key), std::pair("value", &value)}) {
-    args.apart(name, *t, "cache", cache);
-    if (staging) args.apart(name, *t, "staging", *staging);
+    args.apart(name, *t,
+               {{"cache", &cache},
+                {"block_table", &block_table},
+                {"seq_lens", &seq_lens},
+                {"staging", given(staging)},
+                {"block_slot", given(block_slot)},
+                {"cu_seq_lens", &cu_seq_lens}});
   }
   p.total_tokens = key.size(0);
   p.key = output_of<void>(key);

@@ -160,9 +160,22 @@ class Arguments {
   void apart(const char* name, const Tensor& output, const char* other_name,
              const Tensor& other) const {
     if (output.numel() == 0 || other.numel() == 0) return;
-    const Extent a(output), b(other);
-    if (a.begin < b.end && b.begin < a.end && !interleaved(a, b)) {
+    const auto [a_begin, a_end] = bytes_of(output);
+    const auto [b_begin, b_end] = bytes_of(other);
+    if (a_begin < b_end && b_begin < a_end && !interleaved(Extent(output), Extent(other))) {
       fail(std::string(name) + " must not overlap " + other_name);
+    }
+  }
+
+  struct Named {
+    const char* name;
+    const Tensor* tensor;  ///< null: not given
+  };
+
+  /// Index tensors count too: an op that writes over them goes wherever the new numbers lead.
+  void apart(const char* name, const Tensor& output, std::initializer_list<Named> others) const {
+    for (const Named& other : others) {
+      if (other.tensor != nullptr) apart(name, output, other.name, *other.tensor);
     }
   }
 
@@ -197,10 +210,17 @@ class Arguments {
     require(false, name, rule, "strides " + bracketed(t.strides()));
   }
 
-  /// Where a tensor lies: its first byte, the one after its last, and its dimensions in bytes.
+  /// The first byte of a tensor that is not empty, and the one after its last.
+  static std::pair<uintptr_t, uintptr_t> bytes_of(const Tensor& t) {
+    int64_t last = 0;
+    for (int64_t i = 0; i < t.dim(); ++i) last += t.stride(i) * (t.size(i) - 1);
+    const auto begin = reinterpret_cast<uintptr_t>(t.const_data_ptr());
+    return {begin, begin + static_cast<uintptr_t>(last + 1) * t.element_size()};
+  }
+
+  /// Where a tensor lies: its first byte, and its dimensions in bytes.
   struct Extent {
     uintptr_t begin;
-    uintptr_t end;
     std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size; those of size 1 left out
     int64_t element;
 
@@ -210,7 +230,6 @@ class Arguments {
       for (int64_t i = 0; i < t.dim(); ++i) {
         if (t.size(i) > 1) dims.emplace_back(t.stride(i) * element, t.size(i));
       }
-      end = begin + static_cast<uintptr_t>(below(std::numeric_limits<int64_t>::max()));
     }
 
     /// Bytes that the dimensions of a smaller stride than `period` span; -1 if another one is not

@@ -15,17 +15,9 @@ import torch
 import transformers
 from rich.console import Console
 from rich.padding import Padding
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
 from rich.text import Text
 
-from kvarn import _backends
+from kvarn import _backends, _progress
 from kvarn._terminal import Table, binary_bytes
 from kvarn.demo import configurations, figures, generation
 from kvarn.demo.configurations import Configuration
@@ -69,11 +61,7 @@ def run(
     device = _device()
     out.mkdir(parents=True, exist_ok=True)
 
-    columns = (
-        SpinnerColumn(finished_text="[green]✓"), TextColumn("{task.description}"), BarColumn(),
-        MofNCompleteColumn(), TimeElapsedColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=console) as progress:
+    with _progress.progress(console) as progress:
         loading = progress.add_task("Loading the model", total=1)
         loaded = _load(model, device)
         progress.update(

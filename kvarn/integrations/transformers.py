@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from kvarn.cache import CacheFull, PagedCache, Step, require_integer
+from kvarn.cache import CacheFull, PagedCache, Step, outlives_inference_mode, require_integer
 from kvarn.format import Format
 
 if TYPE_CHECKING:
@@ -522,7 +522,8 @@ class DecodeGraph:
         self._cache, self._paged = cache, cache.paged
         self._step = step = self._paged.graph_step(len(cache._seqs), cache._max_tokens)
         lengths = step.waves[0].seq_lens
-        self._ids = ids = lengths.new_zeros((step.num_tokens, 1), dtype=torch.int64)
+        with outlives_inference_mode():
+            self._ids = ids = lengths.new_zeros((step.num_tokens, 1), dtype=torch.int64)
         new_name = "cache" in inspect.signature(model.forward).parameters
         past = {"cache" if new_name else "past_key_values": cache}
 
@@ -542,7 +543,7 @@ class DecodeGraph:
                 forward()
             torch.cuda.current_stream(ids.device).wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=stream):
                 logits = forward()
 
             def replay() -> Tensor:

@@ -22,18 +22,11 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress
 from torch import Tensor
 from transformers import DynamicCache
 
+from kvarn import _progress
 from kvarn.studies import (
     attention_error,
     divergence,
@@ -102,11 +95,7 @@ def run(options: Options) -> int:
     from kvarn.studies import figures, report
 
     console = Console()
-    columns = (
-        SpinnerColumn(finished_text="[green]✓"), TextColumn("{task.description}"), BarColumn(),
-        MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=console) as progress:
+    with _progress.progress(console) as progress:
         loading = progress.add_task("Loading the model", total=1)
         loaded = _load(options)
         progress.update(loading, advance=1, description=f"Loading {loaded.name}")
