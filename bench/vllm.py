@@ -74,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", help="a folder with a config.json (default: Qwen3-8B's)")
     parser.add_argument(
         "--cases", type=Case.parse, nargs="+", metavar="BATCH:PROMPT:NEW",
-        default=[Case(64, 8192, 256), Case(16, 16384, 256), Case(256, 8192, 256)],
+        default=[Case(64, 8192, 176), Case(16, 16384, 160), Case(256, 8192, 264)],
+        help="default: so many tokens that all requests decode for about 128 steps, in which each "
+        "fills one tile of 128",
     )  # fmt: skip
     parser.add_argument("--engine", type=json.loads, default={}, help="arguments of LLM, as JSON")
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")

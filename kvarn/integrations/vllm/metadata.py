@@ -139,7 +139,8 @@ class Buffers:
     Attributes:
         table: int32 ``[requests, max_blocks]``: the block table with virtual blocks.
         head: int32 ``[requests]``: `Places.head` of a step with one token a request.
-        seal_pages, seal_blocks: int32 ``[requests]``: what is to be sealed; page -1: nothing.
+        seal_pages, seal_blocks: int32 ``[requests]``: what is to be sealed; page -1: nothing,
+            whatever the block is.
     """
 
     def __init__(
@@ -170,7 +171,8 @@ class Buffers:
         blocks = self._numbers[self._pages + 1 : -2, :n].t()
         self.table[:n].copy_(block_table)
         self._table[:n].scatter_(1, tiles[:, :-1], blocks)
-        torch.gather(block_table, 1, tiles[:, -1:], out=self.seal_blocks[:n, None])
+        if (places.seal_pages >= 0).any():
+            torch.gather(block_table, 1, tiles[:, -1:], out=self.seal_blocks[:n, None])
 
 
 def _pinned(array: np.ndarray, device: torch.device) -> Tensor:
