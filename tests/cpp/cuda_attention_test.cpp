@@ -556,6 +556,12 @@ int main() {
     c.lengths.assign(700, 0);
     for (size_t i = 0; i < 700; ++i) c.lengths[i] = static_cast<int>(i * 37 % 300);
     if (check(c)) return 1;
+    c.format.value_bits = 4;
+    c.dtype = c.staging_dtype = DType::kBFloat16;
+    if (check(c)) return 1;
+    c = Case();
+    c.heads_per_kv = 1;
+    c.kv_heads = 1;
     c.lengths.assign(3, 60000);  // many tiles
     if (check(c)) return 1;
     c.split_tokens = 1024;
