@@ -114,8 +114,8 @@ __device__ __forceinline__ void find_energies(device::TileMemory<Shape>& memory,
   if (are_cols) {
     device::put_col_sums<Shape>(at, sums, memory.partial);
     __syncthreads();
-    if (threadIdx.x < Shape::kCols) {
-      memory.found[threadIdx.x] = device::col_total<Shape>(memory.partial, 0);
+    if (device::own_thread() < Shape::kCols) {
+      memory.found[device::own_thread()] = device::col_total<Shape>(memory.partial, 0);
     }
   }
   __syncthreads();
@@ -127,7 +127,7 @@ template <class Shape>
 __device__ __forceinline__ void find_live(device::TileMemory<Shape>& memory,
                                           const device::Tokens<Shape>& tokens) {
   constexpr float kTiny = 1e-30f;  // squares of numbers this small may have been lost
-  const int n = threadIdx.x;
+  const int n = device::own_thread();
   const bool has_token = n < tokens.count();
   const auto alive = [](float sum) { return sum > 0.f && sum < device::kInfinity; };
   if (n == 0) memory.last_live = 0;
@@ -173,7 +173,7 @@ __device__ __forceinline__ void find_live(device::TileMemory<Shape>& memory,
 template <class Shape>
 __device__ __forceinline__ float size_factor(device::TileMemory<Shape>& memory,
                                              const device::Tokens<Shape>& tokens) {
-  const int n = threadIdx.x;
+  const int n = device::own_thread();
   device::put_warp_sum(n < tokens.count() && memory.live[n] ? memory.energy[n] : 0.f,
                        memory.stat[6]);
   __syncthreads();
@@ -228,7 +228,7 @@ __device__ __forceinline__ void store_half(uint8_t* fields, int n, __half value)
 template <class Shape>
 __device__ __forceinline__ void store_scales(device::TileMemory<Shape>& memory,
                                              const device::Tokens<Shape>& tokens, uint8_t* fields) {
-  const int n = threadIdx.x;
+  const int n = device::own_thread();
   const bool has_row = n < Shape::kRows;
   const bool has_col = n < Shape::kCols;
   const device::Affine row = has_row ? memory.out[n] : device::Affine{0.f, 0.f};
@@ -270,7 +270,7 @@ __device__ __forceinline__ void store_scales(device::TileMemory<Shape>& memory,
 template <class Shape>
 __device__ __forceinline__ void clear_dead_keys(device::TileMemory<Shape>& memory) {
 #pragma unroll 1
-  for (int i = threadIdx.x; i < Shape::kRows * Shape::kCols; i += Shape::kThreads) {
+  for (int i = device::own_thread(); i < Shape::kRows * Shape::kCols; i += Shape::kThreads) {
     const int col = i % Shape::kCols;
     if (!memory.live[col]) memory.codes[i / Shape::kCols * (4 * Shape::kCols) + col] = 0;
   }
@@ -340,11 +340,10 @@ __global__ void __launch_bounds__(kThreads<kDim, kGroup>, 512 / kThreads<kDim, k
   device::wait_for_previous();
   using KeyMemory = device::TileMemory<KeyShape<kDim, kGroup>>;
   using ValueMemory = device::TileMemory<ValueShape<kDim, kGroup>>;
-  // Blocks may be fewer than parts; each takes K and V in turn, so that all have as much to do.
-  unsigned turned = 0;
+  // Blocks may be fewer than parts, but are even in number; each takes K and V in turn, so that all
+  // have as much to do.
 #pragma unroll 1
-  for (unsigned i = blockIdx.x; i < jobs.parts; i += gridDim.x, turned ^= 1) {
-    const unsigned part = i ^ turned;
+  for (unsigned part = blockIdx.x; part < jobs.parts; part = (part ^ 1) + gridDim.x) {
     const bool key = part % 2 == 0;
     if constexpr (kDim == kGroup) {
       quantize_part<KeyShape<kDim, kGroup>, true, true>(jobs, *reinterpret_cast<KeyMemory*>(shared),

@@ -52,7 +52,7 @@ template <class Shape>
 __device__ __forceinline__ float sinkhorn_col_scale(TileMemory<Shape>& memory,
                                                     const Tokens<Shape>& tokens, float factor,
                                                     int iterations) {
-  const int n = threadIdx.x;
+  const int n = own_thread();
   const bool has_col = n < Shape::kCols;
   float (*const stat)[(Shape::kWarps + 3) / 4 * 4] = memory.stat;
   float row_scale = 1.f;  // of the row that the lane has the totals of

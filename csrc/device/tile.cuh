@@ -19,7 +19,9 @@ namespace kvarn::device {
 inline constexpr int kChunk = 4;                 ///< neighbouring columns, 16 bytes
 inline constexpr int kChunks = 4;                ///< of a lane
 inline constexpr int kStrip = kChunk * kChunks;  ///< elements that a lane has of a row
-inline constexpr int kSteps = 4;                 ///< rows that a lane works on, one by one
+inline constexpr int kSteps = 4;                 ///< rows that a lane works on
+inline constexpr int kPair = 2;                  ///< of them at once
+inline constexpr int kPairs = kSteps / kPair;
 inline constexpr float kInfinity = __builtin_huge_valf();
 
 template <int kTileRows, int kTileCols>
@@ -71,6 +73,13 @@ struct Strip {
   __device__ __forceinline__ int col(int k) const {
     return (k ^ (group & 3)) * (Shape::kCols / kChunks) + in_row * kChunk;
   }
+  /// Of two rows worked on at once, number 0: the lane's own, or 1: the one that is its neighbour's
+  /// own.
+  __device__ __forceinline__ int row_of_pair(int pair, int number) const {
+    return row(kPair * pair + ((in_row ^ number) & 1));
+  }
+  /// Whether this lane is the one that writes what is known of its own row of a pair.
+  __device__ __forceinline__ bool writes_of_pair() const { return in_row < kPair; }
   /// Of the rows of a lane, the one whose totals it gets from row_total.
   __device__ __forceinline__ int own_row() const { return row(in_row % kSteps); }
   /// Whether this lane is the one that writes what is known of its row.
@@ -110,6 +119,36 @@ __device__ __forceinline__ void load_strip(const float* tile, const StripPlaces<
     const float4 four =
         *reinterpret_cast<const float4*>(tile + places.of[k] + step * Shape::kStepPlaces);
     x[4 * k] = four.x, x[4 * k + 1] = four.y, x[4 * k + 2] = four.z, x[4 * k + 3] = four.w;
+  }
+}
+
+/// Where a lane's chunks of its first two rows are: number 0 is that of its own row, whose totals it
+/// gets from pair_total, number 1 that of its neighbour.
+template <class Shape>
+struct PairPlaces {
+  int of[kPair][kChunks];
+
+  __device__ __forceinline__ explicit PairPlaces(const Strip<Shape>& at) {
+#pragma unroll
+    for (int s = 0; s < kPair; ++s) {
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) of[s][k] = place<Shape>(at.row_of_pair(0, s), at.col(k));
+    }
+  }
+};
+
+template <class Shape>
+__device__ __forceinline__ void load_pair(const float* tile, const PairPlaces<Shape>& places,
+                                          int pair, float (&x)[kPair][kStrip]) {
+#pragma unroll
+  for (int s = 0; s < kPair; ++s) {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      const float4 four = *reinterpret_cast<const float4*>(tile + places.of[s][k] +
+                                                           pair * kPair * Shape::kStepPlaces);
+      x[s][4 * k] = four.x, x[s][4 * k + 1] = four.y;
+      x[s][4 * k + 2] = four.z, x[s][4 * k + 3] = four.w;
+    }
   }
 }
 
@@ -154,6 +193,32 @@ __device__ __forceinline__ T row_total(const Strip<Shape>& at, const T (&part)[k
   }
   return total;
 }
+
+/// What the lanes of two rows have of each, their own first -> all of their own row. `join` must not
+/// depend on the order.
+template <class Shape, class T, class Join>
+__device__ __forceinline__ T pair_total(const T (&part)[kPair], const Join& join) {
+  T total = join(part[0], __shfl_xor_sync(0xffffffffu, part[1], 1));
+#pragma unroll
+  for (int distance = 2; distance < Shape::kLanes; distance *= 2) {
+    total = join(total, __shfl_xor_sync(0xffffffffu, total, distance));
+  }
+  return total;
+}
+
+template <class Shape>
+__device__ __forceinline__ float own_total(const float (&part)[kPair]) {
+  return pair_total<Shape>(part, [](float a, float b) { return a + b; });
+}
+
+/// What is known of a lane's own row -> of both rows that it works on.
+struct OfPair {
+  float of[kPair];
+
+  __device__ __forceinline__ explicit OfPair(float own)
+      : of{own, __shfl_xor_sync(0xffffffffu, own, 1)} {}
+  __device__ __forceinline__ float operator[](int number) const { return of[number]; }
+};
 
 /// Sums over a strip: add(j, first, sums) adds element j; the first one of a chunk sets the sums.
 /// These do not depend on the order of the chunks.
@@ -214,19 +279,16 @@ __device__ __forceinline__ RowRange ends(int most, unsigned least) {
   return {fminf(__uint_as_float(least), 0.f), fmaxf(__int_as_float(most), 0.f)};
 }
 
-/// The smallest and the largest of the numbers of a row, one of which must be about 0: at most and
-/// at least 0.
+/// The smallest and the largest of the numbers of a lane's own row of two, one of which must be about
+/// 0: at most and at least 0.
 template <class Shape>
-__device__ __forceinline__ RowRange row_range(const float (&y)[kStrip]) {
-  int most;
-  unsigned least;
-  strip_range(y, most, least);
+__device__ __forceinline__ RowRange own_range(const float (&y)[kPair][kStrip]) {
+  int most[kPair];
+  unsigned least[kPair];
 #pragma unroll
-  for (int distance = 1; distance < Shape::kLanes; distance *= 2) {
-    most = max(most, __shfl_xor_sync(0xffffffffu, most, distance));
-    least = max(least, __shfl_xor_sync(0xffffffffu, least, distance));
-  }
-  return ends(most, least);
+  for (int s = 0; s < kPair; ++s) strip_range(y[s], most[s], least[s]);
+  return ends(pair_total<Shape>(most, [](int a, int b) { return max(a, b); }),
+              pair_total<Shape>(least, [](unsigned a, unsigned b) { return max(a, b); }));
 }
 
 /// Sums along columns that the lanes of a warp hold, over its rows; to shared memory, for
@@ -284,7 +346,7 @@ __device__ __forceinline__ void put_col_sums(const Strip<Shape>& at, float (&sum
 /// Sum `q` of column threadIdx.x, for its line thread.
 template <class Shape>
 __device__ __forceinline__ float col_total(const float* partial, int q) {
-  const float* const first = partial + q * Shape::kPartials * Shape::kCols + threadIdx.x;
+  const float* const first = partial + q * Shape::kPartials * Shape::kCols + own_thread();
   float total = first[0];
 #pragma unroll
   for (int i = 1; i < Shape::kPartials; ++i) total += first[i * Shape::kCols];
@@ -297,24 +359,24 @@ __device__ __forceinline__ void put_warp_sum(float value, float* of_warps) {
   for (int distance = 1; distance < kWarpLanes; distance *= 2) {
     value += __shfl_xor_sync(0xffffffffu, value, distance);
   }
-  if (threadIdx.x % kWarpLanes == 0) of_warps[threadIdx.x / kWarpLanes] = value;
+  if (own_thread() % kWarpLanes == 0) of_warps[own_thread() / kWarpLanes] = value;
 }
 
 /// The order of numbers >= 0 is that of their bits.
 __device__ __forceinline__ void put_warp_min(float value, float* of_warps) {
   const unsigned least = __reduce_min_sync(0xffffffffu, __float_as_uint(value));
-  if (threadIdx.x % kWarpLanes == 0) of_warps[threadIdx.x / kWarpLanes] = __uint_as_float(least);
+  if (own_thread() % kWarpLanes == 0) of_warps[own_thread() / kWarpLanes] = __uint_as_float(least);
 }
 
 __device__ __forceinline__ void put_warp_max(float value, float* of_warps) {
   const unsigned most = __reduce_max_sync(0xffffffffu, __float_as_uint(value));
-  if (threadIdx.x % kWarpLanes == 0) of_warps[threadIdx.x / kWarpLanes] = __uint_as_float(most);
+  if (own_thread() % kWarpLanes == 0) of_warps[own_thread() / kWarpLanes] = __uint_as_float(most);
 }
 
 /// Every lane takes a warp's number; all lanes get the result. For whole warps.
 template <class Shape>
 __device__ __forceinline__ float sum_of_warps(const float* of_warps) {
-  const int lane = threadIdx.x % kWarpLanes;
+  const int lane = own_thread() % kWarpLanes;
   float value = lane < Shape::kWarps ? of_warps[lane] : 0.f;
 #pragma unroll
   for (int distance = 1; distance < Shape::kWarps; distance *= 2) {
@@ -325,14 +387,14 @@ __device__ __forceinline__ float sum_of_warps(const float* of_warps) {
 
 template <class Shape>
 __device__ __forceinline__ float min_of_warps(const float* of_warps) {
-  const int lane = threadIdx.x % kWarpLanes;
+  const int lane = own_thread() % kWarpLanes;
   return __uint_as_float(__reduce_min_sync(
       0xffffffffu, __float_as_uint(lane < Shape::kWarps ? of_warps[lane] : kInfinity)));
 }
 
 template <class Shape>
 __device__ __forceinline__ float max_of_warps(const float* of_warps) {
-  const int lane = threadIdx.x % kWarpLanes;
+  const int lane = own_thread() % kWarpLanes;
   return __uint_as_float(
       __reduce_max_sync(0xffffffffu, __float_as_uint(lane < Shape::kWarps ? of_warps[lane] : 0.f)));
 }
