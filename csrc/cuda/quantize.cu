@@ -83,62 +83,35 @@ __device__ __forceinline__ device::TokenRows tokens_of(const Jobs& jobs, const J
           stride[1], jobs.dtype, jobs.rotated, jobs.aligned};
 }
 
-/// Sums of squares of x * boost over each token, in memory.found. Starts after a barrier, ends with
-/// one.
+/// Whether token n has anything but zeros, where its squares may have been lost: from numbers
+/// 2^100 times as large. Of one thread, for what hardly ever is.
 template <class Shape>
-__device__ __forceinline__ void find_energies(device::TileMemory<Shape>& memory, bool are_cols,
-                                              float boost) {
-  const device::Strip<Shape> at;
-  const device::StripPlaces<Shape> places(at);
-  float sums[1][kStrip] = {};
+__device__ __forceinline__ bool has_tiny_numbers(const float* tile, bool are_cols, int n) {
+  const int length = are_cols ? Shape::kRows : Shape::kCols;
+  float energy = 0.f;
 #pragma unroll 1
-  for (int step = 0; step < device::kSteps; ++step) {
-    const int row = at.row(step);
-    float x[kStrip];
-    device::load_strip(memory.tile, places, step, x);
-#pragma unroll
-    for (float& value : x) value *= boost;
-    if (are_cols) {
-#pragma unroll
-      for (int j = 0; j < kStrip; ++j) sums[0][j] = fmaf(x[j], x[j], sums[0][j]);
-    } else {
-      float energy[1];
-      device::row_sums<Shape>(
-          [&](int j, bool first, float (&sum)[1]) {
-            device::add_product(sum[0], first, x[j], x[j]);
-          },
-          energy);
-      if (at.first_of_row()) memory.found[row] = energy[0];
-    }
+  for (int i = 0; i < length; ++i) {
+    const float x = 0x1p100f * tile[are_cols ? device::place_of<Shape>(i, n) : device::place_of<Shape>(n, i)];
+    energy = fmaf(x, x, energy);
   }
-  if (are_cols) {
-    device::put_col_sums<Shape>(at, sums, memory.partial);
-    __syncthreads();
-    if (device::own_thread() < Shape::kCols) {
-      memory.found[device::own_thread()] = device::col_total<Shape>(memory.partial, 0);
-    }
-  }
-  __syncthreads();
+  return energy > 0.f;
 }
 
 /// A token is dead if it has NaN or infinity or nothing but zeros. Dead ones get the numbers of the
-/// last live one, or 0 where there is none. Ends with a barrier.
+/// last live one, or 0 where there is none. Starts after a barrier, ends with one.
 template <class Shape>
 __device__ __forceinline__ void find_live(device::TileMemory<Shape>& memory,
                                           const device::Tokens<Shape>& tokens) {
   constexpr float kTiny = 1e-30f;  // squares of numbers this small may have been lost
   const int n = device::own_thread();
   const bool has_token = n < tokens.count();
-  const auto alive = [](float sum) { return sum > 0.f && sum < device::kInfinity; };
   if (n == 0) memory.last_live = 0;
   float energy = 1.f;
   bool own_live = false;
-#pragma unroll 1
-  for (int pass = 0; pass < 2; ++pass) {
-    find_energies(memory, tokens.are_cols, pass == 0 ? 1.f : 0x1p100f);
-    if (has_token && (pass == 0 || energy < kTiny)) own_live = alive(memory.found[n]);
-    if (has_token && pass == 0) energy = memory.found[n];
-    if (!__syncthreads_or(energy < kTiny)) break;
+  if (has_token) {
+    energy = device::token_energy<Shape>(memory.partial, tokens.are_cols, n);
+    own_live = energy < kTiny ? has_tiny_numbers<Shape>(memory.tile, tokens.are_cols, n)
+                              : energy < device::kInfinity;
   }
   if (has_token) {
     memory.energy[n] = memory.found[n] = energy;
@@ -286,7 +259,7 @@ __device__ __forceinline__ void quantize_part(const Jobs& jobs, device::TileMemo
   const Job job = job_of(jobs, part_number);
   if (job.skipped) return;
   device::load_rotated<Shape, kMayBeKey, kMayBeValue>(tokens_of(jobs, job, key), key, memory.tokens,
-                                                      memory.tile);
+                                                      memory.tile, memory.partial);
   const int bits = key ? jobs.format.key_bits : jobs.format.value_bits;
   const device::Tokens<Shape> tokens = {key, bits, memory};
   find_live(memory, tokens);

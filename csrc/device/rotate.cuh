@@ -268,11 +268,69 @@ __device__ __forceinline__ void add_tokens(const uint4* shared, bool key, bool h
   }
 }
 
-/// The rotated tile of keys or values in shared memory. The tokens lie where it will be. Ends with
-/// a barrier.
+/// The first kHalf of twice as many sums, added to those of the lane `distance` away, or, where the
+/// lane's number has that bit, the last kHalf.
+template <int kHalf>
+__device__ __forceinline__ void halve_sums(float (&sums)[kSide], int lane, int distance) {
+  const bool high = lane & distance;
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) {
+    const float kept = high ? sums[i + kHalf] : sums[i];
+    sums[i] = kept + __shfl_xor_sync(0xffffffffu, high ? sums[i] : sums[i + kHalf], distance);
+  }
+}
+
+/// Sums of squares of the tokens, over one warp's part of each, for token_energy.
+template <class Shape>
+__device__ __forceinline__ void put_energies(const SquarePlace<Shape>& at, bool key,
+                                             const float (&x)[kElements], float* partial) {
+  float sums[kSide];
+  if (key) {
+#pragma unroll
+    for (int j = 0; j < kSide; ++j) {
+#pragma unroll
+      for (int i = 0; i < kSide; ++i) {
+        add_product(sums[j], i == 0, x[element(i, j)], x[element(i, j)]);
+      }
+    }
+    halve_sums<4>(sums, at.lane, 16);
+    halve_sums<2>(sums, at.lane, 8);
+    halve_sums<1>(sums, at.lane, 4);
+    const int own = (at.lane & 16 ? 4 : 0) + (at.lane & 8 ? 2 : 0) + (at.lane & 4 ? 1 : 0);
+    partial[at.warp_row * Shape::kCols + at.col + own] = sums[0];
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSide; ++i) {
+#pragma unroll
+      for (int j = 0; j < kSide; ++j) {
+        add_product(sums[i], j == 0, x[element(i, j)], x[element(i, j)]);
+      }
+    }
+    halve_sums<4>(sums, at.lane, 2);
+    halve_sums<2>(sums, at.lane, 1);
+    const int own = (at.lane & 2 ? 4 : 0) + (at.lane & 1 ? 2 : 0);
+    *reinterpret_cast<float2*>(partial + at.warp_col * Shape::kRows + at.row + own) = {sums[0],
+                                                                                       sums[1]};
+  }
+}
+
+/// Sum of squares of token n, after put_energies and a barrier.
+template <class Shape>
+__device__ __forceinline__ float token_energy(const float* partial, bool key, int n) {
+  static_assert(Shape::kRows / 32 <= 2 * Shape::kPartials);
+  const int parts = key ? Shape::kRows / 64 : Shape::kCols / 32;
+  const int step = key ? Shape::kCols : Shape::kRows;
+  float energy = partial[n];
+#pragma unroll 1
+  for (int i = 1; i < parts; ++i) energy += partial[i * step + n];
+  return energy;
+}
+
+/// The rotated tile of keys or values in shared memory, and the energies of its tokens. The tokens
+/// lie where it will be. Ends with a barrier.
 template <class Shape, bool kMayBeKey, bool kMayBeValue>
 __device__ __forceinline__ void load_rotated(const TokenRows& in, bool key, uint4* shared,
-                                             float* tile) {
+                                             float* tile, float* energies) {
   constexpr int kDim = kMayBeKey ? Shape::kRows : Shape::kCols;
   constexpr int kTokens = kMayBeKey ? Shape::kCols : Shape::kRows;
   const bool half = in.dtype == DType::kFloat16;
@@ -300,16 +358,18 @@ __device__ __forceinline__ void load_rotated(const TokenRows& in, bool key, uint
   }
   constexpr float kNorm = orthonormal_scale(kDim);
   const float norm = in.rotated ? 1.f : kNorm;
+#pragma unroll
+  for (float& element : x) element *= norm;
   const SquarePlace<Shape> at;
 #pragma unroll
   for (int i = 0; i < kSide; ++i) {
 #pragma unroll
     for (int j = 0; j < kSide; j += kChunk) {
       *reinterpret_cast<float4*>(tile + place<Shape>(at.row + i, at.col + j)) = {
-          x[element(i, j)] * norm, x[element(i, j + 1)] * norm, x[element(i, j + 2)] * norm,
-          x[element(i, j + 3)] * norm};
+          x[element(i, j)], x[element(i, j + 1)], x[element(i, j + 2)], x[element(i, j + 3)]};
     }
   }
+  put_energies(at, key, x, energies);
   __syncthreads();
 }
 

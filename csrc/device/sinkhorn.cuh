@@ -30,21 +30,6 @@ __device__ __forceinline__ float spread(float least, float most) {
   return most == 0.f ? 0.f : divide(most, fmaxf(least, 1e-8f));
 }
 
-/// Deviation of a row of the strip's numbers.
-template <class Shape>
-__device__ __forceinline__ float row_deviation(const float (&x)[kStrip], float about,
-                                               float length) {
-  float sums[2];
-  row_sums<Shape>(
-      [&](int j, bool first, float (&sum)[2]) {
-        const float d = x[j] - about;
-        add_to(sum[0], first, d);
-        add_product(sum[1], first, d, d);
-      },
-      sums);
-  return deviation(sums[0], sums[1], length);
-}
-
 /// Line threads: the column scale of column threadIdx.x, of the tile times `factor`. Dead tokens
 /// must hold the numbers of the last live one. They then have its scale, and add nothing to a
 /// deviation, which is taken about it. Starts after a barrier, ends with one.
@@ -64,6 +49,10 @@ __device__ __forceinline__ float sinkhorn_col_scale(TileMemory<Shape>& memory,
   bool col_active = true;
   float best = 0.f;
   const auto add = [](float a, float b) { return a + b; };
+  const Strip<Shape> at;
+  const StripPlaces<Shape> places(at);
+  // Its sums may be rounded otherwise than those of the row that it is a copy of.
+  const bool is_copy = !tokens.row_counts(at.own_row());
 
 #pragma unroll 1
   for (int round = 0;; ++round) {
@@ -88,8 +77,9 @@ __device__ __forceinline__ float sinkhorn_col_scale(TileMemory<Shape>& memory,
     }
     if (round > iterations) break;
 
-    const Strip<Shape> at;
-    const StripPlaces<Shape> places(at);
+    // The rows of a lane stay in its registers from one pass to the other: to load them twice would
+    // keep shared memory as busy as the schedulers.
+    float x[kSteps][kStrip];
     float inverse_row;
     {
       float w[kStrip];
@@ -100,19 +90,14 @@ __device__ __forceinline__ float sinkhorn_col_scale(TileMemory<Shape>& memory,
       float sums[2][kSteps];
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        float x[kStrip];
-        load_strip(memory.tile, places, step, x);
+        load_strip(memory.tile, places, step, x[step]);
         const float about = last[step * Shape::kStepPlaces] * inverse_last_col;
-        float of_strip[2];
-        strip_sums(
-            [&](int j, bool is_first, float (&sum)[2]) {
-              const float d = fmaf(x[j], w[j], -about);
-              add_to(sum[0], is_first, d);
-              add_product(sum[1], is_first, d, d);
-            },
-            of_strip);
-        sums[0][step] = of_strip[0];
-        sums[1][step] = of_strip[1];
+#pragma unroll
+        for (int j = 0; j < kStrip; ++j) {
+          const float d = fmaf(x[step][j], w[j], -about);
+          add_to(sums[0][step], j == 0, d);
+          add_product(sums[1][step], j == 0, d, d);
+        }
       }
       float now = divide(
           deviation(row_total(at, sums[0], add), row_total(at, sums[1], add), tokens.row_length()),
@@ -131,20 +116,22 @@ __device__ __forceinline__ float sinkhorn_col_scale(TileMemory<Shape>& memory,
     }
     __syncthreads();
     {
-      float about[kStrip];
-      load_strip(memory.tile, at, tokens.last_row(), about);
       const float inverse_last_row = memory.inverse_last_row;
-#pragma unroll
-      for (float& last : about) last *= -inverse_last_row;
-      float sums[2][kStrip];
+      if (is_copy) inverse_row = inverse_last_row;
+      float inverse_of[kSteps];
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        const float inverse_of = __shfl_sync(0xffffffffu, inverse_row, step, kSteps);
-        float x[kStrip];
-        load_strip(memory.tile, places, step, x);
+        inverse_of[step] = __shfl_sync(0xffffffffu, inverse_row, step, kSteps);
+      }
+      float about[kStrip];
+      load_strip(memory.tile, at, tokens.last_row(), about);
+      float sums[2][kStrip];
 #pragma unroll
-        for (int j = 0; j < kStrip; ++j) {
-          const float d = fmaf(x[j], inverse_of, about[j]);
+      for (int j = 0; j < kStrip; ++j) {
+        const float less = -about[j] * inverse_last_row;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          const float d = fmaf(x[step][j], inverse_of[step], less);
           add_to(sums[0][j], step == 0, d);
           add_product(sums[1][j], step == 0, d, d);
         }
