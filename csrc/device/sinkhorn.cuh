@@ -53,6 +53,9 @@ __device__ __forceinline__ float sinkhorn_col_scale(TileMemory<Shape>& memory,
   const StripPlaces<Shape> places(at);
   // Its sums may be rounded otherwise than those of the row that it is a copy of.
   const bool is_copy = !tokens.row_counts(at.own_row());
+  float x[kSteps][kStrip];
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) load_strip(memory.tile, places, step, x[step]);
 
 #pragma unroll 1
   for (int round = 0;; ++round) {
@@ -79,7 +82,6 @@ __device__ __forceinline__ float sinkhorn_col_scale(TileMemory<Shape>& memory,
 
     // The rows of a lane stay in its registers from one pass to the other: to load them twice would
     // keep shared memory as busy as the schedulers.
-    float x[kSteps][kStrip];
     float inverse_row;
     {
       float w[kStrip];
@@ -90,7 +92,6 @@ __device__ __forceinline__ float sinkhorn_col_scale(TileMemory<Shape>& memory,
       float sums[2][kSteps];
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        load_strip(memory.tile, places, step, x[step]);
         const float about = last[step * Shape::kStepPlaces] * inverse_last_col;
 #pragma unroll
         for (int j = 0; j < kStrip; ++j) {
