@@ -55,6 +55,7 @@ __device__ __forceinline__ float channel_spread(TileMemory<Shape>& memory,
   const PairPlaces<Shape> places(at);
   const int first[kPair] = {place_of<Shape>(at.row_of_pair(0, 0), 0),
                             place_of<Shape>(at.row_of_pair(0, 1), 0)};
+  const Length length(Shape::kCols);
   float sums[2][kStrip] = {};
   float counted = 0.f;
 #pragma unroll 1
@@ -73,7 +74,7 @@ __device__ __forceinline__ float channel_spread(TileMemory<Shape>& memory,
         add_product(squares[s], j == 0, d, d);
       }
     }
-    const float spread_of_row = deviation(own_total<Shape>(sum), own_total<Shape>(squares), Shape::kCols);
+    const float spread_of_row = deviation(own_total<Shape>(sum), own_total<Shape>(squares), length);
     const bool counts = tokens.row_counts(at.row_of_pair(pair, 0)) && spread_of_row > 0.f;
     const OfPair inverse_of(counts ? inverse(spread_of_row) : 0.f);
     if (counts && at.writes_of_pair()) counted += 1.f;

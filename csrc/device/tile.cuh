@@ -359,18 +359,35 @@ __device__ __forceinline__ void put_warp_sum(float value, float* of_warps) {
   for (int distance = 1; distance < kWarpLanes; distance *= 2) {
     value += __shfl_xor_sync(0xffffffffu, value, distance);
   }
-  if (own_thread() % kWarpLanes == 0) of_warps[own_thread() / kWarpLanes] = value;
+  if (const int n = own_thread(); n % kWarpLanes == 0) of_warps[n / kWarpLanes] = value;
 }
 
 /// The order of numbers >= 0 is that of their bits.
-__device__ __forceinline__ void put_warp_min(float value, float* of_warps) {
-  const unsigned least = __reduce_min_sync(0xffffffffu, __float_as_uint(value));
-  if (own_thread() % kWarpLanes == 0) of_warps[own_thread() / kWarpLanes] = __uint_as_float(least);
+__device__ __forceinline__ float warp_min(float value) {
+  return __uint_as_float(__reduce_min_sync(0xffffffffu, __float_as_uint(value)));
+}
+
+__device__ __forceinline__ float warp_max(float value) {
+  return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(value)));
 }
 
 __device__ __forceinline__ void put_warp_max(float value, float* of_warps) {
-  const unsigned most = __reduce_max_sync(0xffffffffu, __float_as_uint(value));
-  if (own_thread() % kWarpLanes == 0) of_warps[own_thread() / kWarpLanes] = __uint_as_float(most);
+  const float most = warp_max(value);
+  if (const int n = own_thread(); n % kWarpLanes == 0) of_warps[n / kWarpLanes] = most;
+}
+
+/// The smallest and the largest of some numbers, in a warp or in all.
+__device__ __forceinline__ void put_warp_ends(float least, float most, float2* of_warps) {
+  const float2 ends = {warp_min(least), warp_max(most)};
+  if (const int n = own_thread(); n % kWarpLanes == 0) of_warps[n / kWarpLanes] = ends;
+}
+
+template <class Shape>
+__device__ __forceinline__ float2 ends_of_warps(const float2* of_warps) {
+  const int lane = own_thread() % kWarpLanes;
+  float2 ends = {kInfinity, 0.f};
+  if (lane < Shape::kWarps) ends = of_warps[lane];
+  return {warp_min(ends.x), warp_max(ends.y)};
 }
 
 /// Every lane takes a warp's number; all lanes get the result. For whole warps.
@@ -386,17 +403,9 @@ __device__ __forceinline__ float sum_of_warps(const float* of_warps) {
 }
 
 template <class Shape>
-__device__ __forceinline__ float min_of_warps(const float* of_warps) {
-  const int lane = own_thread() % kWarpLanes;
-  return __uint_as_float(__reduce_min_sync(
-      0xffffffffu, __float_as_uint(lane < Shape::kWarps ? of_warps[lane] : kInfinity)));
-}
-
-template <class Shape>
 __device__ __forceinline__ float max_of_warps(const float* of_warps) {
   const int lane = own_thread() % kWarpLanes;
-  return __uint_as_float(
-      __reduce_max_sync(0xffffffffu, __float_as_uint(lane < Shape::kWarps ? of_warps[lane] : 0.f)));
+  return warp_max(lane < Shape::kWarps ? of_warps[lane] : 0.f);
 }
 
 /// Scale and offset of a row: x ~ q * scale + offset.
