@@ -58,20 +58,24 @@ struct Strip {
   int warp;
   int in_row;  ///< number of the lane among those of its row
   int group;
+  int first_row;
+  int first_col;
 
   __device__ __forceinline__ Strip() {
     const unsigned thread = own_thread();
     warp = thread / kWarpLanes;
     in_row = thread % Shape::kLanes;
     group = thread % kWarpLanes / Shape::kLanes;
+    first_row = thread / Shape::kLanes;
+    first_col = thread * kChunk % Shape::kCols;
   }
 
   __device__ __forceinline__ int row(int step) const {
-    return (step * Shape::kWarps + warp) * Shape::kGroups + group;
+    return step * Shape::kStepRows + first_row;
   }
   /// First column of chunk k.
   __device__ __forceinline__ int col(int k) const {
-    return (k ^ (group & 3)) * (Shape::kCols / kChunks) + in_row * kChunk;
+    return first_col ^ k * (Shape::kCols / kChunks);
   }
   /// Of two rows worked on at once, number 0: the lane's own, or 1: the one that is its neighbour's
   /// own.
