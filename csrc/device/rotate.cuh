@@ -108,7 +108,7 @@ __device__ __forceinline__ void limit_bf16(uint4& chunk) {
 template <int kDim, int kTokens, int kThreads>
 __device__ __forceinline__ void load_tokens(const TokenRows& in, int plane, uint4* shared) {
   constexpr int kChunks = kDim / 8;
-  constexpr int kLoads = 4;                  // in flight
+  constexpr int kLoads = 8;                  // in flight: all
   constexpr int kStep = kThreads / kChunks;  // tokens
   static_assert(kTokens % (kLoads * kStep) == 0);
   if (in.aligned && in.dtype != DType::kFloat32) {

@@ -394,16 +394,13 @@ __device__ __forceinline__ float2 ends_of_warps(const float2* of_warps) {
   return {warp_min(ends.x), warp_max(ends.y)};
 }
 
-/// Every lane takes a warp's number; all lanes get the result. For whole warps.
+/// The sum of a number of each warp; shorter than shuffles take.
 template <class Shape>
 __device__ __forceinline__ float sum_of_warps(const float* of_warps) {
-  const int lane = own_thread() % kWarpLanes;
-  float value = lane < Shape::kWarps ? of_warps[lane] : 0.f;
+  float sum = of_warps[0];
 #pragma unroll
-  for (int distance = 1; distance < Shape::kWarps; distance *= 2) {
-    value += __shfl_xor_sync(0xffffffffu, value, distance);
-  }
-  return __shfl_sync(0xffffffffu, value, 0);
+  for (int i = 1; i < Shape::kWarps; ++i) sum += of_warps[i];
+  return sum;
 }
 
 template <class Shape>
