@@ -308,7 +308,7 @@ template <int kDim, int kGroup>
 __global__ void __launch_bounds__(kThreads<kDim, kGroup>, 512 / kThreads<kDim, kGroup>)
     quantize_kernel(const __grid_constant__ Jobs jobs) {
   static_assert(kThreads<kDim, kGroup> == ValueShape<kDim, kGroup>::kThreads);
-  extern __shared__ uint4 shared[];
+  extern __shared__ __align__(1024) uint4 shared[];  // multiply_keys turns bits of addresses
   device::let_next_start();
   device::wait_for_previous();
   using KeyMemory = device::TileMemory<KeyShape<kDim, kGroup>>;

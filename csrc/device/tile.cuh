@@ -38,7 +38,7 @@ struct TileShape {
   /// memory than sm_80 has.
   static constexpr int kPartials = kWarps < 8 ? kWarps : 8;
   static_assert(kThreads >= kRows && kThreads >= kCols && kLanes >= kSteps);
-  static_assert(kStepRows % 16 == 0, "place() of a row depends on its number in sixteen");
+  static_assert(kStepRows % 2 == 0, "place() of odd rows is another");
 };
 
 /// threadIdx.x; volatile, so that what follows from it is computed anew wherever it is wanted, and
@@ -50,11 +50,15 @@ __device__ __forceinline__ unsigned own_thread() {
 }
 
 /// Where a lane is; every pass makes its own. Lanes of different rows have their chunks in
-/// different orders: chunk k of group g is chunk k ^ (g % 4) of the row. So each register meets
+/// different orders: chunk k of group g is chunk k ^ (g / kMates % 4) of the row. So each register meets
 /// another one of its column at the same place of the lane that it is added to, without a
 /// selection.
 template <class Shape>
 struct Strip {
+  /// Neighbouring groups that have their chunks in the same order: where a row is half as long as
+  /// there are banks, place() puts the chunks of two into different ones.
+  static constexpr int kMates = Shape::kGroups / kChunks > 1 ? 2 : 1;
+
   int warp;
   int in_row;  ///< number of the lane among those of its row
   int group;
@@ -67,7 +71,8 @@ struct Strip {
     in_row = thread % Shape::kLanes;
     group = thread % kWarpLanes / Shape::kLanes;
     first_row = thread / Shape::kLanes;
-    first_col = thread * kChunk % Shape::kCols;
+    first_col = thread / Shape::kLanes / kMates % kChunks * (Shape::kCols / kChunks) +
+                in_row * kChunk;
   }
 
   __device__ __forceinline__ int row(int step) const {
@@ -90,11 +95,11 @@ struct Strip {
   __device__ __forceinline__ bool first_of_row() const { return in_row == 0; }
 };
 
-/// Place of the chunk that starts at column `col`; odd eights of rows have every two chunks
-/// exchanged, for the squares of the rotation to be stored without bank conflicts.
+/// Place of the chunk that starts at column `col`; odd rows have every two sixteens of columns
+/// exchanged, for what the rotation makes to be stored without bank conflicts.
 template <class Shape>
 __device__ __forceinline__ int place(int row, int col) {
-  return row * Shape::kCols + (col ^ (row >> 1 & kChunk));
+  return row * Shape::kCols + (col ^ (row & 1) * 16);
 }
 
 /// Place of element (row, col).
@@ -302,6 +307,7 @@ __device__ __forceinline__ void put_col_sums(const Strip<Shape>& at, float (&sum
                                              float* partial) {
   constexpr int kGroups = Shape::kGroups;
   constexpr int kLanes = Shape::kLanes;
+  constexpr int kMates = Strip<Shape>::kMates;
   constexpr int kLeft = kGroups >= 4 ? 1 : 2;  // chunks
   constexpr int kStride = kGroups >= 4 ? 1 : 2;
 #pragma unroll
@@ -314,13 +320,13 @@ __device__ __forceinline__ void put_col_sums(const Strip<Shape>& at, float (&sum
       }
     };
     if constexpr (kGroups >= 4) {
-      add(0, 2, 2 * kLanes);
-      add(1, 3, 2 * kLanes);
+      add(0, 2, 2 * kMates * kLanes);
+      add(1, 3, 2 * kMates * kLanes);
     } else {
       add(2, 3, kLanes);
     }
-    add(0, 1, kLanes);
-    if constexpr (kGroups == 8) add(0, 0, 4 * kLanes);
+    add(0, 1, kMates * kLanes);
+    if constexpr (kMates == 2) add(0, 0, kLanes);
   }
   const auto put = [&](bool add) {
 #pragma unroll
@@ -338,7 +344,7 @@ __device__ __forceinline__ void put_col_sums(const Strip<Shape>& at, float (&sum
     }
   };
   if constexpr (Shape::kWarps == Shape::kPartials) {
-    if (at.group < 4) put(false);
+    if (at.group % kMates == 0) put(false);
   } else {
     static_assert(Shape::kWarps == 2 * Shape::kPartials && kGroups <= 4);
     if (at.warp >= Shape::kPartials) put(false);
