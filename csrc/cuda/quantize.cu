@@ -197,7 +197,7 @@ __device__ __forceinline__ void store_half(uint8_t* fields, int n, __half value)
   }
 }
 
-/// Scales and zero points into the record. Contains a barrier.
+/// Scales and zero points into the record. Starts after a barrier.
 template <class Shape>
 __device__ __forceinline__ void store_scales(device::TileMemory<Shape>& memory,
                                              const device::Tokens<Shape>& tokens, uint8_t* fields) {
@@ -209,9 +209,6 @@ __device__ __forceinline__ void store_scales(device::TileMemory<Shape>& memory,
   const bool row_counts = has_row && tokens.row_counts(n);
   const bool col_counts = has_col && tokens.col_counts(n);
   // A power of two moves from one side's scales to the other's, so that both are in range.
-  device::put_warp_max(row_counts ? row.scale : 0.f, memory.stat[0]);
-  device::put_warp_max(col_counts ? col : 0.f, memory.stat[1]);
-  __syncthreads();
   const float most_row = device::max_of_warps<Shape>(memory.stat[0]);
   const float most_col = device::max_of_warps<Shape>(memory.stat[1]);
   const float factor = most_row > 0.f && most_col > 0.f
@@ -245,7 +242,7 @@ __device__ __forceinline__ void clear_dead_keys(device::TileMemory<Shape>& memor
 #pragma unroll 1
   for (int i = device::own_thread(); i < Shape::kRows * Shape::kCols; i += Shape::kThreads) {
     const int col = i % Shape::kCols;
-    if (!memory.live[col]) memory.codes[i / Shape::kCols * (4 * Shape::kCols) + col] = 0;
+    if (!memory.live[col]) memory.codes[device::codes_place<Shape>(true, i / Shape::kCols) + col] = 0;
   }
   __syncthreads();
 }
@@ -279,6 +276,7 @@ __device__ __forceinline__ void quantize_part(const Jobs& jobs, device::TileMemo
   const Job target = job_of(jobs, part_number);
   uint8_t* const part = jobs.records + target.target * jobs.record_stride[0] +
                         target.head * jobs.record_stride[1] + (key ? 0 : layout.value_codes);
+  store_scales(memory, tokens, part + Shape::kRows * Shape::kCols / 8 * bits);
   switch (bits) {
     case 2:
       device::store_codes<Shape, 2>(memory.codes, key, part);
@@ -293,7 +291,6 @@ __device__ __forceinline__ void quantize_part(const Jobs& jobs, device::TileMemo
       device::store_codes<Shape, 8>(memory.codes, key, part);
       break;
   }
-  store_scales(memory, tokens, part + Shape::kRows * Shape::kCols / 8 * bits);
 }
 
 template <int kDim, int kGroup>

@@ -38,11 +38,9 @@ __device__ __forceinline__ float token_rms(TileMemory<Shape>& memory) {
   const float rms = n < Shape::kCols ? square_root(memory.energy[n] * (1.f / Shape::kRows)) : 0.f;
   const bool counts = rms > 0.f && memory.live[n];
   put_warp_sum(counts ? log2f(rms) : 0.f, memory.stat[6]);
-  put_warp_sum(counts ? 1.f : 0.f, memory.stat[7]);
-  __syncthreads();
+  const int count = __syncthreads_count(counts);
   const float log_sum = sum_of_warps<Shape>(memory.stat[6]);
-  const float count = sum_of_warps<Shape>(memory.stat[7]);
-  return count > 0.f ? rms * exp2f(-rintf(log_sum / count)) : rms;
+  return count > 0 ? rms * exp2f(-rintf(log_sum / static_cast<float>(count))) : rms;
 }
 
 /// V in closed form: of the tokens divided by their deviations, the channel's geometric mean of
@@ -220,20 +218,22 @@ __device__ __forceinline__ float guarded_col_scale(TileMemory<Shape>& memory,
   return alternative_loss < kGuardShare * loss ? alternative : scale;
 }
 
-/// Line threads: their column's scale takes effect. The sum of the weights lies in memory.stat[2]
-/// after the barrier that must follow.
+/// Line threads: their column's scale takes effect. The sum of the weights lies in memory.stat[2],
+/// the largest scale that counts in memory.stat[1], of each warp, after the barrier that must follow.
 template <class Shape>
 __device__ __forceinline__ void put_col_scale(TileMemory<Shape>& memory,
                                               const Tokens<Shape>& tokens, float scale) {
   const int n = own_thread();
   float weight = 0.f;
+  const bool counts = n < Shape::kCols && tokens.col_counts(n);
+  if (counts) weight = fminf(scale * scale, 16.f);
   if (n < Shape::kCols) {
-    if (tokens.col_counts(n)) weight = fminf(scale * scale, 16.f);
     memory.inverse[n] = divide(1.f, scale);
     memory.weight[n] = weight;
     memory.col_scale[n] = scale;
   }
   put_warp_sum(weight, memory.stat[2]);
+  put_warp_max(counts ? scale : 0.f, memory.stat[1]);
 }
 
 // ---- Codes --------------------------------------------------------------------------------------
@@ -256,11 +256,13 @@ __device__ __forceinline__ float rounded_code(float x, float slope, float start,
 
 /// Codes of two rows to shared memory, from 2^23 plus them.
 template <class Shape>
-__device__ __forceinline__ void put_codes(TileMemory<Shape>& memory, const Strip<Shape>& at,
-                                          int pair, const float (&q)[kPair][kStrip]) {
+__device__ __forceinline__ void put_codes(TileMemory<Shape>& memory, const Tokens<Shape>& tokens,
+                                          const Strip<Shape>& at, int pair,
+                                          const float (&q)[kPair][kStrip]) {
 #pragma unroll
   for (int s = 0; s < kPair; ++s) {
-    uint8_t* const out = memory.codes + at.row_of_pair(pair, s) * (4 * Shape::kCols);
+    uint8_t* const out =
+        memory.codes + codes_place<Shape>(tokens.are_cols, at.row_of_pair(pair, s));
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       const auto bits = [&](int e) { return __float_as_uint(q[s][kChunk * k + e]); };
@@ -282,12 +284,14 @@ __device__ __forceinline__ bool raise_scale(bool counts, float mean, int bits, A
 
 // ---- fit = minmax -------------------------------------------------------------------------------
 
-/// Codes over the whole range of each row. Starts after a barrier.
+/// Codes over the whole range of each row. Starts after a barrier. The largest scale of a row that
+/// counts lies in memory.stat[0], of each warp, after the barrier that must follow.
 template <class Shape>
 __device__ __forceinline__ void fit_minmax(TileMemory<Shape>& memory, const Tokens<Shape>& tokens) {
   const float levels = tokens.levels();
   const Strip<Shape> at;
   const PairPlaces<Shape> places(at);
+  float most = 0.f;
 #pragma unroll 1
   for (int pair = 0; pair < kPairs; ++pair) {
     const int row = at.row_of_pair(pair, 0);
@@ -306,9 +310,11 @@ __device__ __forceinline__ void fit_minmax(TileMemory<Shape>& memory, const Toke
 #pragma unroll
       for (float& q : x[s]) q = rounded_code(q, slope[s], start[s], levels);
     }
-    put_codes(memory, at, pair, x);
+    put_codes(memory, tokens, at, pair, x);
     if (at.writes_of_pair()) memory.out[row] = fit;
+    most = fmaxf(most, fit.scale);
   }
+  put_warp_max(most, memory.stat[0]);
 }
 
 // ---- fit = unbiased -----------------------------------------------------------------------------
@@ -412,6 +418,7 @@ __device__ __forceinline__ RowMoments fit_codes(const TileMemory<Shape>& memory,
 }
 
 /// Codes and scales, from column scales that are in effect (put_col_scale). Starts after a barrier.
+/// The largest scale of a row that counts lies in memory.stat[0], as with fit_minmax.
 template <class Shape>
 __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
                                              const Tokens<Shape>& tokens) {
@@ -500,6 +507,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
     const float move = sum_of_warps<Shape>(memory.stat[3]) * inverse_weight;
     float sums[1][kStrip] = {};
     float counted = 0.f;
+    float most = 0.f;
 #pragma unroll 1
     for (int pair = 0; pair < kPairs; ++pair) {
       const int row = at.row_of_pair(pair, 0);
@@ -539,8 +547,9 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
           for (float& code : q[s]) code += from;
         }
         __syncwarp();
-        put_codes(memory, at, pair, q);
+        put_codes(memory, tokens, at, pair, q);
         if (at.writes_of_pair()) memory.out[row] = {out.scale, out.offset + mean};
+        most = fmaxf(most, out.scale);
       } else {
         const bool counts = tokens.row_counts(row) && out.scale > 0.f;
         if (counts && at.writes_of_pair()) counted += 1.f;
@@ -567,7 +576,10 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
         }
       }
     }
-    if (tokens.are_cols) return;
+    if (tokens.are_cols) {
+      put_warp_max(most, memory.stat[0]);
+      return;
+    }
     put_col_sums<Shape>(at, sums, memory.partial);
     put_warp_sum(counted, memory.stat[4]);
   }
@@ -582,6 +594,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
   __syncthreads();
   float shift[kStrip];
   load_cols(memory.shift, at, shift);
+  float most = 0.f;
 #pragma unroll 1
   for (int pair = 0; pair < kPairs; ++pair) {
     const int row = at.row_of_pair(pair, 0);
@@ -634,9 +647,11 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
       if (raised || !counts) shifted = 0.f;
       take();
     }
-    put_codes(memory, at, pair, q);
+    put_codes(memory, tokens, at, pair, q);
     if (at.writes_of_pair()) memory.out[row] = {out.scale, out.offset + mean};
+    if (counts) most = fmaxf(most, out.scale);
   }
+  put_warp_max(most, memory.stat[0]);
 }
 
 }  // namespace kvarn::device

@@ -108,6 +108,14 @@ __device__ __forceinline__ int place_of(int row, int col) {
   return place<Shape>(row, col & ~(kChunk - 1)) + col % kChunk;
 }
 
+/// Where the codes of a row start among all; shifted, for packing to read those of K by columns, and
+/// those of V by every sixteenth row, without bank conflicts.
+template <class Shape>
+__device__ __forceinline__ int codes_place(bool key, int row) {
+  const int shift = key ? (row & 8) / 2 + (row & 16) * 4 : (row & 16) * 4 + (row & 32);
+  return row * (4 * Shape::kCols) + shift;
+}
+
 /// Where a lane's chunks of its first row are in the tile; those of another row are kStepRows rows
 /// on.
 template <class Shape>
@@ -431,7 +439,7 @@ struct TileMemory {
   union {
     float tile[Shape::kRows * Shape::kCols];
     uint4 tokens[Shape::kRows * Shape::kCols / 8];  ///< 16-bit numbers, as they come
-    /// Row i at 4 * kCols * i, over its numbers.
+    /// Row i at codes_place(i), over its numbers.
     uint8_t codes[4 * Shape::kRows * Shape::kCols];
   };
   float partial[2 * Shape::kPartials * Shape::kCols];  ///< sums of columns, of some rows each
