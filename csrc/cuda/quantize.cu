@@ -105,7 +105,12 @@ __device__ __forceinline__ void find_live(device::TileMemory<Shape>& memory,
   constexpr float kTiny = 1e-30f;  // squares of numbers this small may have been lost
   const int n = device::own_thread();
   const bool has_token = n < tokens.count();
-  if (n == 0) memory.last_live = 0;
+  if (n == 0) {
+    memory.last_live = 0;
+    memory.bits = tokens.bits;
+    memory.levels = static_cast<float>((1 << tokens.bits) - 1);
+    memory.middle = static_cast<float>(1 << (tokens.bits - 1));
+  }
   float energy = 1.f;
   bool own_live = false;
   if (has_token) {
@@ -251,12 +256,12 @@ __device__ __forceinline__ void clear_dead_keys(device::TileMemory<Shape>& memor
 /// one body for both.
 template <class Shape, bool kMayBeKey, bool kMayBeValue>
 __device__ __forceinline__ void quantize_part(const Jobs& jobs, device::TileMemory<Shape>& memory,
-                                              unsigned part_number, bool is_key) {
+                                              const volatile unsigned& part_number, bool is_key) {
   const bool key = kMayBeKey && (!kMayBeValue || is_key);
-  const Job job = job_of(jobs, part_number);
-  if (job.skipped) return;
-  device::load_rotated<Shape, kMayBeKey, kMayBeValue>(tokens_of(jobs, job, key), key, memory.tokens,
-                                                      memory.tile, memory.partial);
+  if (job_of(jobs, part_number).skipped) return;
+  device::load_rotated<Shape, kMayBeKey, kMayBeValue>(
+      [&] { return tokens_of(jobs, job_of(jobs, part_number), key); }, key, memory.tokens,
+      memory.tile, memory.partial);
   const int bits = key ? jobs.format.key_bits : jobs.format.value_bits;
   const device::Tokens<Shape> tokens = {key, bits, memory};
   find_live(memory, tokens);
@@ -310,21 +315,26 @@ __global__ void __launch_bounds__(kThreads<kDim, kGroup>, 512 / kThreads<kDim, k
   device::wait_for_previous();
   using KeyMemory = device::TileMemory<KeyShape<kDim, kGroup>>;
   using ValueMemory = device::TileMemory<ValueShape<kDim, kGroup>>;
+  // Kept here, not in a register.
+  __shared__ unsigned now;
   // Blocks may be fewer than parts, but are even in number; each takes K and V in turn, so that all
   // have as much to do.
 #pragma unroll 1
-  for (unsigned part = blockIdx.x; part < jobs.parts; part = (part ^ 1) + gridDim.x) {
+  for (unsigned part = blockIdx.x; part < jobs.parts;) {
+    now = part;
     const bool key = part % 2 == 0;
     if constexpr (kDim == kGroup) {
       quantize_part<KeyShape<kDim, kGroup>, true, true>(jobs, *reinterpret_cast<KeyMemory*>(shared),
                                                         part, key);
     } else if (key) {
       quantize_part<KeyShape<kDim, kGroup>, true, false>(
-          jobs, *reinterpret_cast<KeyMemory*>(shared), part, true);
+          jobs, *reinterpret_cast<KeyMemory*>(shared), now, true);
     } else {
       quantize_part<ValueShape<kDim, kGroup>, false, true>(
-          jobs, *reinterpret_cast<ValueMemory*>(shared), part, false);
+          jobs, *reinterpret_cast<ValueMemory*>(shared), now, false);
     }
+    part = (now ^ 1) + gridDim.x;
+    __syncthreads();
   }
 }
 

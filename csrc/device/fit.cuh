@@ -49,22 +49,19 @@ __device__ __forceinline__ float token_rms(TileMemory<Shape>& memory) {
 template <class Shape>
 __device__ __forceinline__ float channel_spread(TileMemory<Shape>& memory,
                                                 const Tokens<Shape>& tokens) {
-  const Strip<Shape> at;
-  const PairPlaces<Shape> places(at);
-  const int first[kPair] = {place_of<Shape>(at.row_of_pair(0, 0), 0),
-                            place_of<Shape>(at.row_of_pair(0, 1), 0)};
   const Length length(Shape::kCols);
   float sums[2][kStrip] = {};
   float counted = 0.f;
 #pragma unroll 1
   for (int pair = 0; pair < kPairs; ++pair) {
+    const Strip<Shape> at;
     float x[kPair][kStrip];
-    load_pair(memory.tile, places, pair, x);
+    load_pair(memory.tile, at, pair, x);
     float sum[kPair];
     float squares[kPair];
 #pragma unroll
     for (int s = 0; s < kPair; ++s) {
-      const float about = memory.tile[first[s] + pair * kPair * Shape::kStepPlaces];
+      const float about = memory.tile[place_of<Shape>(at.row_of_pair(pair, s), 0)];
 #pragma unroll
       for (int j = 0; j < kStrip; ++j) {
         const float d = x[s][j] - about;
@@ -86,7 +83,7 @@ __device__ __forceinline__ float channel_spread(TileMemory<Shape>& memory,
       }
     }
   }
-  put_col_sums<Shape>(at, sums, memory.partial);
+  put_col_sums<Shape>(Strip<Shape>(), sums, memory.partial);
   put_warp_sum(counted, memory.stat[6]);
   __syncthreads();
   if (own_thread() >= Shape::kCols) return 0.f;
@@ -117,11 +114,10 @@ __device__ __forceinline__ float limited_col_scale(float scale) {
 template <class Shape>
 __device__ __forceinline__ void load_centred(const TileMemory<Shape>& memory,
                                              const Strip<Shape>& at,
-                                             const PairPlaces<Shape>& places, int pair,
-                                             const OfPair& mean, float (&x)[kPair][kStrip]) {
+                                             int pair, const OfPair& mean, float (&x)[kPair][kStrip]) {
   float inverse_of[kStrip];
   load_cols(memory.inverse, at, inverse_of);
-  load_pair(memory.tile, places, pair, x);
+  load_pair(memory.tile, at, pair, x);
 #pragma unroll
   for (int s = 0; s < kPair; ++s) {
 #pragma unroll
@@ -134,13 +130,12 @@ __device__ __forceinline__ void load_centred(const TileMemory<Shape>& memory,
 template <class Shape>
 __device__ __forceinline__ float load_about_last(const TileMemory<Shape>& memory,
                                                  const Tokens<Shape>& tokens,
-                                                 const Strip<Shape>& at,
-                                                 const PairPlaces<Shape>& places, int pair,
+                                                 const Strip<Shape>& at, int pair,
                                                  float (&x)[kPair][kStrip]) {
   const int last_col = tokens.last_col();
   const OfPair about(memory.tile[place_of<Shape>(at.row_of_pair(pair, 0), last_col)] *
                      memory.inverse[last_col]);
-  load_centred(memory, at, places, pair, about, x);
+  load_centred(memory, at, pair, about, x);
   return about[0];
 }
 
@@ -289,14 +284,13 @@ __device__ __forceinline__ bool raise_scale(bool counts, float mean, int bits, A
 template <class Shape>
 __device__ __forceinline__ void fit_minmax(TileMemory<Shape>& memory, const Tokens<Shape>& tokens) {
   const float levels = tokens.levels();
-  const Strip<Shape> at;
-  const PairPlaces<Shape> places(at);
   float most = 0.f;
 #pragma unroll 1
   for (int pair = 0; pair < kPairs; ++pair) {
+    const Strip<Shape> at;
     const int row = at.row_of_pair(pair, 0);
     float x[kPair][kStrip];
-    const float about = load_about_last(memory, tokens, at, places, pair, x);
+    const float about = load_about_last(memory, tokens, at, pair, x);
     const RowRange range = own_range<Shape>(x);
     Affine fit = {divide(range.hi - range.lo, levels), range.lo + about};
     const bool counts = tokens.row_counts(row);
@@ -359,15 +353,18 @@ __device__ __forceinline__ void restore_gain(const CodeMoments& m, float rest, f
   }
 }
 
-/// Codes of two rows of x, in q from the middle one on; and sums of a lane's own: (with kMoments
+/// Codes by `fit`, which is that of a lane's own row, of two rows of x, in q from the middle one on; and sums of a lane's own: (with kMoments
 /// weighted sum and squares of x,) codes, (with kSquares their squares,) products with x.
 template <class Shape, bool kMoments, bool kSquares, int kSums>
-__device__ __forceinline__ void take_codes(const TileMemory<Shape>& memory, const Strip<Shape>& at,
-                                           const float (&x)[kPair][kStrip], const Coding& coding,
-                                           float levels, float from, float (&q)[kPair][kStrip],
-                                           float (&sums)[kSums]) {
+__device__ __forceinline__ void take_codes(const TileMemory<Shape>& memory,
+                                           const Tokens<Shape>& tokens, const Strip<Shape>& at,
+                                           const float (&x)[kPair][kStrip], const Affine& fit,
+                                           float (&q)[kPair][kStrip], float (&sums)[kSums]) {
   static_assert(kSums == 2 * kMoments + kSquares + 2);
   constexpr int kFirst = 2 * kMoments;
+  const float levels = tokens.levels();
+  const float from = kRounding + tokens.middle();
+  const Coding coding = coding_of(fit, levels);
   const OfPair slope(coding.slope);
   const OfPair start(coding.start);
   float part[kSums][kPair];
@@ -404,16 +401,16 @@ struct RowMoments {
 /// which it becomes.
 template <class Shape>
 __device__ __forceinline__ RowMoments fit_codes(const TileMemory<Shape>& memory,
+                                                const Tokens<Shape>& tokens,
                                                 const Strip<Shape>& at,
-                                                const float (&x)[kPair][kStrip], float levels,
-                                                float middle, float inverse_weight, Affine& fit) {
+                                                const float (&x)[kPair][kStrip],
+                                                float inverse_weight, Affine& fit) {
   float q[kPair][kStrip];
   float sums[5];
-  take_codes<Shape, true, true>(memory, at, x, coding_of(fit, levels), levels, kRounding + middle,
-                                q, sums);
+  take_codes<Shape, true, true>(memory, tokens, at, x, fit, q, sums);
   const float rest = sums[0] * inverse_weight;
   const float variance = fmaf(sums[1], inverse_weight, -rest * rest);
-  refit(code_moments(sums[2], sums[3], sums[4], rest, inverse_weight), rest, middle, fit);
+  refit(code_moments(sums[2], sums[3], sums[4], rest, inverse_weight), rest, tokens.middle(), fit);
   return {rest, variance};
 }
 
@@ -422,33 +419,30 @@ __device__ __forceinline__ RowMoments fit_codes(const TileMemory<Shape>& memory,
 template <class Shape>
 __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
                                              const Tokens<Shape>& tokens) {
-  const float levels = tokens.levels();
-  const float middle = static_cast<float>(1 << (tokens.bits - 1));
-  const float from = kRounding + middle;
 
   // Every row's codes and least squares, twice; and the columns, by the codes that the last least
   // squares were taken from.
   {
-    const Strip<Shape> at;
-    const PairPlaces<Shape> places(at);
     const float inverse_weight = inverse_or_0(sum_of_warps<Shape>(memory.stat[2]));
-    const float range_share = start_range(tokens.bits, Shape::kCols);
     float sums[2][kStrip] = {};
 #pragma unroll 1
     for (int pair = 0; pair < kPairs; ++pair) {
+      const Strip<Shape> at;
       const int row = at.row_of_pair(pair, 0);
       float x[kPair][kStrip];
-      const float mean = load_about_last(memory, tokens, at, places, pair, x);
+      const float mean = load_about_last(memory, tokens, at, pair, x);
       const RowRange range = own_range<Shape>(x);
+      const float levels = tokens.levels();
       Affine fit;
-      fit.scale = divide(range_share * (range.hi - range.lo), levels);
+      fit.scale =
+          divide(start_range(memory.bits, Shape::kCols) * (range.hi - range.lo), levels);
       fit.offset = (range.lo + range.hi - fit.scale * levels) / 2;
       const auto [rest, variance] =
-          fit_codes<Shape>(memory, at, x, levels, middle, inverse_weight, fit);
+          fit_codes<Shape>(memory, tokens, at, x, inverse_weight, fit);
       float q[kPair][kStrip];
       float again[3];
-      take_codes<Shape, false, true>(memory, at, x, coding_of(fit, levels), levels, from, q, again);
-      refit(code_moments(again[0], again[1], again[2], rest, inverse_weight), rest, middle, fit);
+      take_codes<Shape, false, true>(memory, tokens, at, x, fit, q, again);
+      refit(code_moments(again[0], again[1], again[2], rest, inverse_weight), rest, tokens.middle(), fit);
 
       // Rows count by the inverse of their variance, lest one massive token decide. One that is
       // constant but for rounding errors must not either.
@@ -459,7 +453,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
                                   : 0.f;
       const OfPair share(own_share);
       const OfPair y_scale(fit.scale * own_share);
-      const OfPair y_offset(fmaf(middle, y_scale[0], (fit.offset + mean) * own_share));
+      const OfPair y_offset(fmaf(tokens.middle(), y_scale[0], (fit.offset + mean) * own_share));
       const OfPair x_offset(mean * own_share);
 #pragma unroll
       for (int s = 0; s < kPair; ++s) {
@@ -475,7 +469,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
         memory.fit[row] = {fit.scale, fit.offset - rest};
       }
     }
-    put_col_sums<Shape>(at, sums, memory.partial);
+    put_col_sums<Shape>(Strip<Shape>(), sums, memory.partial);
   }
   __syncthreads();
   {
@@ -501,8 +495,6 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
   // a small rest. K: that is all. V: the error of each column too. A row that does not count adds
   // 1/2 to a column's sum, as one without error does.
   const float inverse_weight = inverse_or_0(sum_of_warps<Shape>(memory.stat[2]));
-  const Strip<Shape> at;
-  const PairPlaces<Shape> places(at);
   {
     const float move = sum_of_warps<Shape>(memory.stat[3]) * inverse_weight;
     float sums[1][kStrip] = {};
@@ -510,26 +502,28 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
     float most = 0.f;
 #pragma unroll 1
     for (int pair = 0; pair < kPairs; ++pair) {
+      const Strip<Shape> at;
       const int row = at.row_of_pair(pair, 0);
       const float before = memory.mean[row];
       const float mean = before * move;
       Affine fit = memory.fit[row];
       fit.offset += before - mean;
       float x[kPair][kStrip];
-      load_centred(memory, at, places, pair, OfPair(mean), x);
+      load_centred(memory, at, pair, OfPair(mean), x);
       const auto [rest, variance] =
-          fit_codes<Shape>(memory, at, x, levels, middle, inverse_weight, fit);
+          fit_codes<Shape>(memory, tokens, at, x, inverse_weight, fit);
       float q[kPair][kStrip];
       float again[2];
-      take_codes<Shape, false, false>(memory, at, x, coding_of(fit, levels), levels, from, q,
-                                      again);
+      take_codes<Shape, false, false>(memory, tokens, at, x, fit, q, again);
       Affine out = fit;
       restore_gain(code_moments(again[0], 0.f, again[1], rest, inverse_weight), rest, variance,
-                   middle, out);
+                   tokens.middle(), out);
+      const float from = kRounding + tokens.middle();
       if (tokens.are_cols) {
         const bool raised = raise_scale(true, mean + rest, tokens.bits, out);
         if (__any_sync(0xffffffffu, raised)) {
           const Affine coded = {raised ? out.scale : fit.scale, raised ? out.offset : fit.offset};
+          const float levels = tokens.levels();
           const Coding coding = coding_of(coded, levels);
           const OfPair slope(coding.slope);
           const OfPair start(coding.start);
@@ -557,7 +551,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
         const OfPair half_inverse(own_half_inverse);
         const OfPair minus_half(counts ? -0.5f : 0.f);
         const OfPair offset(
-            fmaf(middle, minus_half[0], fmaf(-out.offset, own_half_inverse, 0.5f)));
+            fmaf(tokens.middle(), minus_half[0], fmaf(-out.offset, own_half_inverse, 0.5f)));
 #pragma unroll
         for (int s = 0; s < kPair; ++s) {
 #pragma unroll
@@ -580,7 +574,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
       put_warp_max(most, memory.stat[0]);
       return;
     }
-    put_col_sums<Shape>(at, sums, memory.partial);
+    put_col_sums<Shape>(Strip<Shape>(), sums, memory.partial);
     put_warp_sum(counted, memory.stat[4]);
   }
   __syncthreads();
@@ -589,22 +583,25 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
   if (const int n = own_thread(); n < Shape::kCols) {
     const float count = sum_of_warps<Shape>(memory.stat[4]);
     const float error = 2.f * (col_total<Shape>(memory.partial, 0) - 0.5f * Shape::kRows);
-    memory.shift[n] = count > 0.f ? divide(error, count * levels) : 0.f;
+    memory.shift[n] = count > 0.f ? divide(error, count * tokens.levels()) : 0.f;
   }
   __syncthreads();
-  float shift[kStrip];
-  load_cols(memory.shift, at, shift);
   float most = 0.f;
 #pragma unroll 1
   for (int pair = 0; pair < kPairs; ++pair) {
+    const Strip<Shape> at;
+    float shift[kStrip];
+    load_cols(memory.shift, at, shift);
     const int row = at.row_of_pair(pair, 0);
     const float mean = memory.mean[row];
     const float rest = memory.rest[row];
     const Affine fit = memory.fit[row];
+    const float levels = tokens.levels();
+    const float from = kRounding + tokens.middle();
     Coding coding = coding_of(fit, levels);
     float shifted = fit.scale >= kSmallest ? 1.f : 0.f;
     float x[kPair][kStrip];
-    load_centred(memory, at, places, pair, OfPair(mean), x);
+    load_centred(memory, at, pair, OfPair(mean), x);
     float q[kPair][kStrip];
     const auto take = [&] {
       const OfPair slope(coding.slope);
@@ -638,7 +635,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
     }
     Affine out = fit;
     restore_gain(code_moments(of_row[0], 0.f, of_row[1], rest, inverse_weight), rest,
-                 memory.variance[row], middle, out);
+                 memory.variance[row], tokens.middle(), out);
     const bool counts = tokens.row_counts(row);
     const bool raised = raise_scale(counts, mean + rest, tokens.bits, out);
     if (__any_sync(0xffffffffu, raised || !counts)) {

@@ -109,35 +109,36 @@ __device__ __forceinline__ void limit_bf16(uint4& chunk) {
   chunk = {limit(chunk.x), limit(chunk.y), limit(chunk.z), limit(chunk.w)};
 }
 
-/// All tokens to shared memory, as 16-bit numbers. Ordinary 16-bit input takes the first branch.
+/// All tokens to shared memory: 16-bit numbers, aligned. All loads of a thread are in flight at once.
 template <int kDim, int kTokens, int kThreads>
-__device__ __forceinline__ void load_tokens(const TokenRows& in, int plane, uint4* shared) {
+__device__ __forceinline__ void load_tokens(const TokenRows& in, uint4* shared) {
   constexpr int kChunks = kDim / 8;
-  constexpr int kLoads = 8;                  // in flight: all
   constexpr int kStep = kThreads / kChunks;  // tokens
-  static_assert(kTokens % (kLoads * kStep) == 0);
-  if (in.aligned && in.dtype != DType::kFloat32) {
-    const int chunk = threadIdx.x % kChunks;
-#pragma unroll 1
-    for (int token = threadIdx.x / kChunks; token < kTokens; token += kLoads * kStep) {
-      const auto* const from =
-          static_cast<const uint16_t*>(in.data) + token * in.token_stride + chunk * 8;
-      uint4 chunks[kLoads];
+  constexpr int kLoads = kTokens / kStep;
+  static_assert(kTokens % kStep == 0 && kLoads <= 8);
+  const int thread = own_thread();
+  const int chunk = thread % kChunks;
+  const int token = thread / kChunks;
+  const auto* const from =
+      static_cast<const uint16_t*>(in.data) + token * in.token_stride + chunk * 8;
+  uint4 chunks[kLoads];
 #pragma unroll
-      for (int k = 0; k < kLoads; ++k) {
-        chunks[k] = __ldcg(reinterpret_cast<const uint4*>(from + k * kStep * in.token_stride));
-      }
-#pragma unroll
-      for (int k = 0; k < kLoads; ++k) {
-        if (in.dtype == DType::kBFloat16) limit_bf16(chunks[k]);
-        shared[chunk_place<kDim>(token + k * kStep, chunk)] = chunks[k];
-      }
-    }
-    return;
+  for (int k = 0; k < kLoads; ++k) {
+    chunks[k] = __ldcg(reinterpret_cast<const uint4*>(from + k * kStep * in.token_stride));
   }
+#pragma unroll
+  for (int k = 0; k < kLoads; ++k) {
+    if (in.dtype == DType::kBFloat16) limit_bf16(chunks[k]);
+    shared[chunk_place<kDim>(token + k * kStep, chunk)] = chunks[k];
+  }
+}
+
+/// The same for unaligned tokens, and for one of the three planes of fp32.
+template <int kDim, int kTokens, int kThreads>
+__device__ __forceinline__ void load_plane(const TokenRows& in, int plane, uint4* shared) {
   auto* const numbers = reinterpret_cast<uint16_t*>(shared);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < kTokens * kDim; i += kThreads) {
+  for (int i = own_thread(); i < kTokens * kDim; i += kThreads) {
     const int token = i / kDim;
     const int channel = i % kDim;
     const int64_t from = token * in.token_stride + channel;
@@ -176,7 +177,7 @@ constexpr KVARN_HD int sign_of(int a, int b) {
 
 /// x += signs times tokens (K). The sign of (channel, k) is the parity of channel & k, where
 /// channel = 64 * warp_row + 16 * a + 8 * h + lane / 4 for row tile a and its lower half h = 1, and
-/// k = 64 * turn + 16 * step + 8 * high + 2 * (lane % 4) + 0 or 1.
+/// k = 32 * pair + 16 * odd + 8 * high + 2 * (lane % 4) + 0 or 1.
 template <class Shape, bool kBFloat16>
 __device__ __forceinline__ void multiply_keys(const uint4* shared, float (&x)[kElements]) {
   constexpr int kDim = Shape::kRows;
@@ -190,24 +191,28 @@ __device__ __forceinline__ void multiply_keys(const uint4* shared, float (&x)[kE
   const int token = at.warp_col * 32 + n / 2 * 4 + matrix / 2 * 2 + n % 2;  // of column tiles 0, 1
   const auto from = static_cast<uint32_t>(
       __cvta_generic_to_shared(shared + chunk_place<kDim>(token, matrix % 2)));
-#pragma unroll
-  for (int turn = 0; turn < kDim / 64; ++turn) {
-    const uint32_t plus = own_signs ^ turned(sign_of(at.warp_row, turn));
+#pragma unroll 1
+  for (int pair = 0; pair < kDim / 32; ++pair) {
+    const uint32_t plus = own_signs ^ turned(sign_of(at.warp_row, pair / 2));
     const uint32_t rows[4] = {plus, plus, plus, plus ^ kBothSigns};
+    const uint32_t turn = turned(pair);  // of row tiles 2 and 3
+    const uint32_t turned_rows[4] = {rows[0] ^ turn, rows[1] ^ turn, rows[2] ^ turn,
+                                     rows[3] ^ turn};
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
+    for (int odd = 0; odd < 2; ++odd) {
       uint32_t b[2][4];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        load_matrix_x4(b[half], (from ^ 32 * (4 * turn + step)) + half * 16 * (2 * kDim));
+        load_matrix_x4(b[half], (from ^ 32 * (2 * pair + odd)) + half * 16 * (2 * kDim));
       }
 #pragma unroll
       for (int a = 0; a < 4; ++a) {
-        const uint32_t flip = turned(sign_of(a, step));
+        const uint32_t flip = turned(a & odd);
 #pragma unroll
         for (int tile = 0; tile < 4; ++tile) {
-          mma_m16n8k16<kBFloat16>(x + 4 * (4 * a + tile), rows, b[tile / 2][tile % 2 * 2] ^ flip,
-                                  b[tile / 2][tile % 2 * 2 + 1] ^ flip);
+          const uint32_t* const col = b[tile / 2] + tile % 2 * 2;
+          mma_m16n8k16<kBFloat16>(x + 4 * (4 * a + tile), a < 2 ? rows : turned_rows,
+                                  col[0] ^ flip, col[1] ^ flip);
         }
       }
     }
@@ -234,7 +239,7 @@ __device__ __forceinline__ void multiply_values(const uint4* shared, float (&x)[
   const int token = at.warp_row * 64 + matrix % 2 * 8 + at.lane % 8;  // of row tile 0
   const auto from = static_cast<uint32_t>(
       __cvta_generic_to_shared(shared + chunk_place<kDim>(token, matrix / 2)));
-#pragma unroll
+#pragma unroll 1
   for (int pair = 0; pair < kDim / 32; ++pair) {
     const uint32_t turn = turned(sign_of(at.warp_col, pair));
 #pragma unroll
@@ -332,22 +337,25 @@ __device__ __forceinline__ float token_energy(const float* partial, bool key, in
 }
 
 /// The rotated tile of keys or values in shared memory, and the energies of its tokens. The tokens
-/// lie where it will be. Ends with a barrier.
-template <class Shape, bool kMayBeKey, bool kMayBeValue>
-__device__ __forceinline__ void load_rotated(const TokenRows& in, bool key, uint4* shared,
-                                             float* tile, float* energies) {
+/// lie where it will be. `rows` says where they come from; it is asked for each plane, to keep less
+/// in registers. Ends with a barrier.
+template <class Shape, bool kMayBeKey, bool kMayBeValue, class Rows>
+__device__ __forceinline__ void load_rotated(const Rows& rows, bool key, uint4* shared, float* tile,
+                                             float* energies) {
   constexpr int kDim = kMayBeKey ? Shape::kRows : Shape::kCols;
   constexpr int kTokens = kMayBeKey ? Shape::kCols : Shape::kRows;
-  const bool half = in.dtype == DType::kFloat16;
-  const int planes = in.dtype == DType::kFloat32 ? 3 : 1;
+  const auto is = [&](DType dtype) { return rows().dtype == dtype; };
+  const bool whole = rows().aligned && !is(DType::kFloat32);
+  if (whole) load_tokens<kDim, kTokens, Shape::kThreads>(rows(), shared);
   float x[kElements];
 #pragma unroll
   for (int i = 0; i < kElements; ++i) x[i] = 0;
 #pragma unroll 1
-  for (int plane = 0; plane < planes; ++plane) {
-    load_tokens<kDim, kTokens, Shape::kThreads>(in, plane, shared);
+  for (int plane = 0; plane < (is(DType::kFloat32) ? 3 : 1); ++plane) {
+    if (!whole) load_plane<kDim, kTokens, Shape::kThreads>(rows(), plane, shared);
     __syncthreads();
-    if (in.rotated) {
+    const bool half = is(DType::kFloat16);
+    if (rows().rotated) {
       add_tokens<Shape, kDim>(shared, key, half, x);
     } else {
       if constexpr (kMayBeKey) {
@@ -362,7 +370,7 @@ __device__ __forceinline__ void load_rotated(const TokenRows& in, bool key, uint
     __syncthreads();
   }
   constexpr float kNorm = orthonormal_scale(kDim);
-  const float norm = in.rotated ? 1.f : kNorm;
+  const float norm = rows().rotated ? 1.f : kNorm;
 #pragma unroll
   for (float& element : x) element *= norm;
   const SquarePlace<Shape> at;

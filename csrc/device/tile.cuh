@@ -139,36 +139,6 @@ __device__ __forceinline__ void load_strip(const float* tile, const StripPlaces<
   }
 }
 
-/// Where a lane's chunks of its first two rows are: number 0 is that of its own row, whose totals it
-/// gets from pair_total, number 1 that of its neighbour.
-template <class Shape>
-struct PairPlaces {
-  int of[kPair][kChunks];
-
-  __device__ __forceinline__ explicit PairPlaces(const Strip<Shape>& at) {
-#pragma unroll
-    for (int s = 0; s < kPair; ++s) {
-#pragma unroll
-      for (int k = 0; k < kChunks; ++k) of[s][k] = place<Shape>(at.row_of_pair(0, s), at.col(k));
-    }
-  }
-};
-
-template <class Shape>
-__device__ __forceinline__ void load_pair(const float* tile, const PairPlaces<Shape>& places,
-                                          int pair, float (&x)[kPair][kStrip]) {
-#pragma unroll
-  for (int s = 0; s < kPair; ++s) {
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-      const float4 four = *reinterpret_cast<const float4*>(tile + places.of[s][k] +
-                                                           pair * kPair * Shape::kStepPlaces);
-      x[s][4 * k] = four.x, x[s][4 * k + 1] = four.y;
-      x[s][4 * k + 2] = four.z, x[s][4 * k + 3] = four.w;
-    }
-  }
-}
-
 template <class Shape>
 __device__ __forceinline__ void load_strip(const float* tile, const Strip<Shape>& at, int row,
                                            float (&x)[kStrip]) {
@@ -177,6 +147,15 @@ __device__ __forceinline__ void load_strip(const float* tile, const Strip<Shape>
     const float4 four = *reinterpret_cast<const float4*>(tile + place<Shape>(row, at.col(k)));
     x[4 * k] = four.x, x[4 * k + 1] = four.y, x[4 * k + 2] = four.z, x[4 * k + 3] = four.w;
   }
+}
+
+/// Two rows: number 0 is the lane's own, whose totals it gets from pair_total, number 1 that of its
+/// neighbour.
+template <class Shape>
+__device__ __forceinline__ void load_pair(const float* tile, const Strip<Shape>& at, int pair,
+                                          float (&x)[kPair][kStrip]) {
+#pragma unroll
+  for (int s = 0; s < kPair; ++s) load_strip(tile, at, at.row_of_pair(pair, s), x[s]);
 }
 
 /// The numbers of a lane's columns.
@@ -463,6 +442,10 @@ struct TileMemory {
 
   float stat[kStats][(Shape::kWarps + 3) / 4 * 4];
   float inverse_last_row;  ///< factor / scale of the last row, in the normalization
+  // Of a code; not to be kept in registers.
+  volatile int bits;
+  volatile float levels;  ///< the largest
+  volatile float middle;
   int live_tokens;
   int last_live;  ///< 0 if none is
 };
@@ -491,7 +474,8 @@ struct Tokens {
   __device__ __forceinline__ bool col_counts(int col) const {
     return !are_cols || memory.live[col];
   }
-  __device__ __forceinline__ float levels() const { return static_cast<float>((1 << bits) - 1); }
+  __device__ __forceinline__ float levels() const { return memory.levels; }
+  __device__ __forceinline__ float middle() const { return memory.middle; }
 };
 
 }  // namespace kvarn::device
