@@ -34,13 +34,15 @@ __device__ __forceinline__ float inverse_or_0(float x) { return x >= kSmallest ?
 /// K in closed form: the token's root mean square, over one power of two. Contains a barrier.
 template <class Shape>
 __device__ __forceinline__ float token_rms(TileMemory<Shape>& memory) {
-  const int n = own_thread();
+  const int n = threadIdx.x;
   const float rms = n < Shape::kCols ? square_root(memory.energy[n] * (1.f / Shape::kRows)) : 0.f;
   const bool counts = rms > 0.f && memory.live[n];
   put_warp_sum(counts ? log2f(rms) : 0.f, memory.stat[6]);
-  const int count = __syncthreads_count(counts);
+  put_warp_sum(counts ? 1.f : 0.f, memory.stat[7]);
+  __syncthreads();
   const float log_sum = sum_of_warps<Shape>(memory.stat[6]);
-  return count > 0 ? rms * exp2f(-rintf(log_sum / static_cast<float>(count))) : rms;
+  const float count = sum_of_warps<Shape>(memory.stat[7]);
+  return count > 0.f ? rms * exp2f(-rintf(log_sum / count)) : rms;
 }
 
 /// V in closed form: of the tokens divided by their deviations, the channel's geometric mean of
@@ -49,44 +51,32 @@ __device__ __forceinline__ float token_rms(TileMemory<Shape>& memory) {
 template <class Shape>
 __device__ __forceinline__ float channel_spread(TileMemory<Shape>& memory,
                                                 const Tokens<Shape>& tokens) {
-  const Length length(Shape::kCols);
+  const Strip<Shape> at;
+  const StripPlaces<Shape> places(at);
+  const int first = place_of<Shape>(at.row(0), 0);
   float sums[2][kStrip] = {};
   float counted = 0.f;
 #pragma unroll 1
-  for (int pair = 0; pair < kPairs; ++pair) {
-    const Strip<Shape> at;
-    float x[kPair][kStrip];
-    load_pair(memory.tile, at, pair, x);
-    float sum[kPair];
-    float squares[kPair];
+  for (int step = 0; step < kSteps; ++step) {
+    const int row = at.row(step);
+    float x[kStrip];
+    load_strip(memory.tile, places, step, x);
+    const float spread_of_row =
+        row_deviation<Shape>(x, memory.tile[first + step * Shape::kStepPlaces], Shape::kCols);
+    const bool counts = tokens.row_counts(row) && spread_of_row > 0.f;
+    const float inverse_of = counts ? inverse(spread_of_row) : 0.f;
+    if (counts && at.first_of_row()) counted += 1.f;
 #pragma unroll
-    for (int s = 0; s < kPair; ++s) {
-      const float about = memory.tile[place_of<Shape>(at.row_of_pair(pair, s), 0)];
-#pragma unroll
-      for (int j = 0; j < kStrip; ++j) {
-        const float d = x[s][j] - about;
-        add_to(sum[s], j == 0, d);
-        add_product(squares[s], j == 0, d, d);
-      }
-    }
-    const float spread_of_row = deviation(own_total<Shape>(sum), own_total<Shape>(squares), length);
-    const bool counts = tokens.row_counts(at.row_of_pair(pair, 0)) && spread_of_row > 0.f;
-    const OfPair inverse_of(counts ? inverse(spread_of_row) : 0.f);
-    if (counts && at.writes_of_pair()) counted += 1.f;
-#pragma unroll
-    for (int s = 0; s < kPair; ++s) {
-#pragma unroll
-      for (int j = 0; j < kStrip; ++j) {
-        const float z = x[s][j] * inverse_of[s];
-        sums[0][j] += z;
-        sums[1][j] = fmaf(z, z, sums[1][j]);
-      }
+    for (int j = 0; j < kStrip; ++j) {
+      const float z = x[j] * inverse_of;
+      sums[0][j] += z;
+      sums[1][j] = fmaf(z, z, sums[1][j]);
     }
   }
-  put_col_sums<Shape>(Strip<Shape>(), sums, memory.partial);
+  put_col_sums<Shape>(at, sums, memory.partial);
   put_warp_sum(counted, memory.stat[6]);
   __syncthreads();
-  if (own_thread() >= Shape::kCols) return 0.f;
+  if (threadIdx.x >= Shape::kCols) return 0.f;
   const float share = inverse_or_0(sum_of_warps<Shape>(memory.stat[6]));
   const float mean = col_total<Shape>(memory.partial, 0) * share;
   const float mean_square = col_total<Shape>(memory.partial, 1) * share;
@@ -100,7 +90,7 @@ __device__ __forceinline__ float channel_spread(TileMemory<Shape>& memory,
 template <class Shape>
 __device__ __forceinline__ float without_factor(const Tokens<Shape>& tokens, float scale,
                                                 float* stat) {
-  const int n = own_thread();
+  const int n = threadIdx.x;
   put_warp_sum(n < Shape::kCols && tokens.col_counts(n) ? log2f(scale) : 0.f, stat);
   __syncthreads();
   return scale * exp2f(-divide(sum_of_warps<Shape>(stat), fmaxf(tokens.row_length(), 1.f)));
@@ -110,33 +100,17 @@ __device__ __forceinline__ float limited_col_scale(float scale) {
   return scale == 0.f ? 1.f : clip(scale, 0x1p-12f, 0x1p14f);
 }
 
-/// A lane's numbers of two rows, by the column scales, less the rows' means.
+/// A lane's numbers of a row, by the column scales, less the row's mean.
 template <class Shape>
 __device__ __forceinline__ void load_centred(const TileMemory<Shape>& memory,
                                              const Strip<Shape>& at,
-                                             int pair, const OfPair& mean, float (&x)[kPair][kStrip]) {
+                                             const StripPlaces<Shape>& places, int step, float mean,
+                                             float (&x)[kStrip]) {
   float inverse_of[kStrip];
   load_cols(memory.inverse, at, inverse_of);
-  load_pair(memory.tile, at, pair, x);
+  load_strip(memory.tile, places, step, x);
 #pragma unroll
-  for (int s = 0; s < kPair; ++s) {
-#pragma unroll
-    for (int j = 0; j < kStrip; ++j) x[s][j] = fmaf(x[s][j], inverse_of[j], -mean[s]);
-  }
-}
-
-/// The same less `about`, which is one of the row's numbers: that of the last column. Returns that
-/// of the lane's own row.
-template <class Shape>
-__device__ __forceinline__ float load_about_last(const TileMemory<Shape>& memory,
-                                                 const Tokens<Shape>& tokens,
-                                                 const Strip<Shape>& at, int pair,
-                                                 float (&x)[kPair][kStrip]) {
-  const int last_col = tokens.last_col();
-  const OfPair about(memory.tile[place_of<Shape>(at.row_of_pair(pair, 0), last_col)] *
-                     memory.inverse[last_col]);
-  load_centred(memory, at, pair, about, x);
-  return about[0];
+  for (int j = 0; j < kStrip; ++j) x[j] = fmaf(x[j], inverse_of[j], -mean);
 }
 
 /// Row number `step` of a lane, of x / column scale, less `about`, which is one of its numbers:
@@ -162,7 +136,7 @@ template <class Shape>
 __device__ __forceinline__ float guarded_col_scale(TileMemory<Shape>& memory,
                                                    const Tokens<Shape>& tokens, float scale,
                                                    float alternative) {
-  const int n = own_thread();
+  const int n = threadIdx.x;
   const auto share = [&](int token) {
     const float energy = memory.energy[token];
     return memory.live[token] && energy > 0.f ? inverse(energy) : 0.f;
@@ -213,22 +187,20 @@ __device__ __forceinline__ float guarded_col_scale(TileMemory<Shape>& memory,
   return alternative_loss < kGuardShare * loss ? alternative : scale;
 }
 
-/// Line threads: their column's scale takes effect. The sum of the weights lies in memory.stat[2],
-/// the largest scale that counts in memory.stat[1], of each warp, after the barrier that must follow.
+/// Line threads: their column's scale takes effect. The sum of the weights lies in memory.stat[2]
+/// after the barrier that must follow.
 template <class Shape>
 __device__ __forceinline__ void put_col_scale(TileMemory<Shape>& memory,
                                               const Tokens<Shape>& tokens, float scale) {
-  const int n = own_thread();
+  const int n = threadIdx.x;
   float weight = 0.f;
-  const bool counts = n < Shape::kCols && tokens.col_counts(n);
-  if (counts) weight = fminf(scale * scale, 16.f);
   if (n < Shape::kCols) {
+    if (tokens.col_counts(n)) weight = fminf(scale * scale, 16.f);
     memory.inverse[n] = divide(1.f, scale);
     memory.weight[n] = weight;
     memory.col_scale[n] = scale;
   }
   put_warp_sum(weight, memory.stat[2]);
-  put_warp_max(counts ? scale : 0.f, memory.stat[1]);
 }
 
 // ---- Codes --------------------------------------------------------------------------------------
@@ -249,21 +221,16 @@ __device__ __forceinline__ float rounded_code(float x, float slope, float start,
   return fmaf(__saturatef(fmaf(x, slope, start)), levels, kRounding);
 }
 
-/// Codes of two rows to shared memory, from 2^23 plus them.
+/// Codes of a strip to shared memory, from 2^23 plus them.
 template <class Shape>
-__device__ __forceinline__ void put_codes(TileMemory<Shape>& memory, const Tokens<Shape>& tokens,
-                                          const Strip<Shape>& at, int pair,
-                                          const float (&q)[kPair][kStrip]) {
+__device__ __forceinline__ void put_codes(TileMemory<Shape>& memory, const Strip<Shape>& at,
+                                          int row, const float (&q)[kStrip]) {
+  uint8_t* const out = memory.codes + row * (4 * Shape::kCols);
 #pragma unroll
-  for (int s = 0; s < kPair; ++s) {
-    uint8_t* const out =
-        memory.codes + codes_place<Shape>(tokens.are_cols, at.row_of_pair(pair, s));
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-      const auto bits = [&](int e) { return __float_as_uint(q[s][kChunk * k + e]); };
-      *reinterpret_cast<uint32_t*>(out + at.col(k)) = __byte_perm(
-          __byte_perm(bits(0), bits(1), 0x0040), __byte_perm(bits(2), bits(3), 0x0040), 0x5410);
-    }
+  for (int k = 0; k < kChunks; ++k) {
+    const auto bits = [&](int e) { return __float_as_uint(q[kChunk * k + e]); };
+    *reinterpret_cast<uint32_t*>(out + at.col(k)) = __byte_perm(
+        __byte_perm(bits(0), bits(1), 0x0040), __byte_perm(bits(2), bits(3), 0x0040), 0x5410);
   }
 }
 
@@ -279,36 +246,32 @@ __device__ __forceinline__ bool raise_scale(bool counts, float mean, int bits, A
 
 // ---- fit = minmax -------------------------------------------------------------------------------
 
-/// Codes over the whole range of each row. Starts after a barrier. The largest scale of a row that
-/// counts lies in memory.stat[0], of each warp, after the barrier that must follow.
+/// Codes over the whole range of each row. Starts after a barrier.
 template <class Shape>
 __device__ __forceinline__ void fit_minmax(TileMemory<Shape>& memory, const Tokens<Shape>& tokens) {
   const float levels = tokens.levels();
-  float most = 0.f;
+  const Strip<Shape> at;
+  const StripPlaces<Shape> places(at);
+  const int last = place_of<Shape>(at.row(0), tokens.last_col());
+  const float inverse_last = memory.inverse[tokens.last_col()];
+  float inverse_of[kStrip];
+  load_cols(memory.inverse, at, inverse_of);
 #pragma unroll 1
-  for (int pair = 0; pair < kPairs; ++pair) {
-    const Strip<Shape> at;
-    const int row = at.row_of_pair(pair, 0);
-    float x[kPair][kStrip];
-    const float about = load_about_last(memory, tokens, at, pair, x);
-    const RowRange range = own_range<Shape>(x);
+  for (int step = 0; step < kSteps; ++step) {
+    const int row = at.row(step);
+    float y[kStrip];
+    const float about = scaled_row(memory, places, step, last, inverse_last, inverse_of, y);
+    const RowRange range = row_range<Shape>(y);
     Affine fit = {divide(range.hi - range.lo, levels), range.lo + about};
     const bool counts = tokens.row_counts(row);
     const bool raised = raise_scale(counts, about + (range.lo + range.hi) / 2, tokens.bits, fit);
     Coding coding = coding_of({fit.scale, raised ? fit.offset - about : range.lo}, levels);
     if (!counts) coding = {0.f, 0.f}, fit = {0.f, 0.f};
-    const OfPair slope(coding.slope);
-    const OfPair start(coding.start);
 #pragma unroll
-    for (int s = 0; s < kPair; ++s) {
-#pragma unroll
-      for (float& q : x[s]) q = rounded_code(q, slope[s], start[s], levels);
-    }
-    put_codes(memory, tokens, at, pair, x);
-    if (at.writes_of_pair()) memory.out[row] = fit;
-    most = fmaxf(most, fit.scale);
+    for (float& q : y) q = rounded_code(q, coding.slope, coding.start, levels);
+    put_codes(memory, at, row, y);
+    if (at.first_of_row()) memory.out[row] = fit;
   }
-  put_warp_max(most, memory.stat[0]);
 }
 
 // ---- fit = unbiased -----------------------------------------------------------------------------
@@ -353,42 +316,28 @@ __device__ __forceinline__ void restore_gain(const CodeMoments& m, float rest, f
   }
 }
 
-/// Codes by `fit`, which is that of a lane's own row, of two rows of x, in q from the middle one on; and sums of a lane's own: (with kMoments
-/// weighted sum and squares of x,) codes, (with kSquares their squares,) products with x.
+/// Codes of a row of x, in q from the middle one on, and their sums: (with kMoments weighted sum
+/// and squares of x,) codes, (with kSquares their squares,) products with x.
 template <class Shape, bool kMoments, bool kSquares, int kSums>
-__device__ __forceinline__ void take_codes(const TileMemory<Shape>& memory,
-                                           const Tokens<Shape>& tokens, const Strip<Shape>& at,
-                                           const float (&x)[kPair][kStrip], const Affine& fit,
-                                           float (&q)[kPair][kStrip], float (&sums)[kSums]) {
+__device__ __forceinline__ void take_codes(const float (&x)[kStrip], const float (&w)[kStrip],
+                                           const Coding& coding, float levels, float from,
+                                           float (&q)[kStrip], float (&sums)[kSums]) {
   static_assert(kSums == 2 * kMoments + kSquares + 2);
   constexpr int kFirst = 2 * kMoments;
-  const float levels = tokens.levels();
-  const float from = kRounding + tokens.middle();
-  const Coding coding = coding_of(fit, levels);
-  const OfPair slope(coding.slope);
-  const OfPair start(coding.start);
-  float part[kSums][kPair];
-  float w[kStrip];
-  load_cols(memory.weight, at, w);
-#pragma unroll
-  for (int s = 0; s < kPair; ++s) {
-#pragma unroll
-    for (int j = 0; j < kStrip; ++j) {
-      const bool first = j == 0;
-      q[s][j] = rounded_code(x[s][j], slope[s], start[s], levels) - from;
-      if constexpr (kMoments) {
-        const float weighted = w[j] * x[s][j];
-        add_to(part[0][s], first, weighted);
-        add_product(part[1][s], first, weighted, x[s][j]);
-      }
-      const float weighted = w[j] * q[s][j];
-      add_to(part[kFirst][s], first, weighted);
-      if constexpr (kSquares) add_product(part[kFirst + 1][s], first, weighted, q[s][j]);
-      add_product(part[kFirst + 1 + kSquares][s], first, weighted, x[s][j]);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kSums; ++i) sums[i] = own_total<Shape>(part[i]);
+  row_sums<Shape>(
+      [&](int j, bool first, float (&sum)[kSums]) {
+        q[j] = rounded_code(x[j], coding.slope, coding.start, levels) - from;
+        if constexpr (kMoments) {
+          const float weighted = w[j] * x[j];
+          add_to(sum[0], first, weighted);
+          add_product(sum[1], first, weighted, x[j]);
+        }
+        const float weighted = w[j] * q[j];
+        add_to(sum[kFirst], first, weighted);
+        if constexpr (kSquares) add_product(sum[kFirst + 1], first, weighted, q[j]);
+        add_product(sum[kFirst + 1 + kSquares], first, weighted, x[j]);
+      },
+      sums);
 }
 
 /// Weighted mean and variance of a row of x.
@@ -397,83 +346,86 @@ struct RowMoments {
   float variance;
 };
 
-/// The codes of two rows by `fit`, which is that of the lane's own, and least squares against them,
-/// which it becomes.
+/// The codes of a row by `fit`, and least squares against them, which `fit` becomes.
 template <class Shape>
-__device__ __forceinline__ RowMoments fit_codes(const TileMemory<Shape>& memory,
-                                                const Tokens<Shape>& tokens,
-                                                const Strip<Shape>& at,
-                                                const float (&x)[kPair][kStrip],
-                                                float inverse_weight, Affine& fit) {
-  float q[kPair][kStrip];
+__device__ __forceinline__ RowMoments fit_codes(const float (&x)[kStrip], const float (&w)[kStrip],
+                                                float levels, float middle, float inverse_weight,
+                                                Affine& fit) {
+  float q[kStrip];
   float sums[5];
-  take_codes<Shape, true, true>(memory, tokens, at, x, fit, q, sums);
+  take_codes<Shape, true, true>(x, w, coding_of(fit, levels), levels, kRounding + middle, q, sums);
   const float rest = sums[0] * inverse_weight;
   const float variance = fmaf(sums[1], inverse_weight, -rest * rest);
-  refit(code_moments(sums[2], sums[3], sums[4], rest, inverse_weight), rest, tokens.middle(), fit);
+  refit(code_moments(sums[2], sums[3], sums[4], rest, inverse_weight), rest, middle, fit);
   return {rest, variance};
 }
 
 /// Codes and scales, from column scales that are in effect (put_col_scale). Starts after a barrier.
-/// The largest scale of a row that counts lies in memory.stat[0], as with fit_minmax.
 template <class Shape>
 __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
                                              const Tokens<Shape>& tokens) {
+  const int n = threadIdx.x;
+  const float levels = tokens.levels();
+  const float middle = static_cast<float>(1 << (tokens.bits - 1));
+  const float from = kRounding + middle;
 
   // Every row's codes and least squares, twice; and the columns, by the codes that the last least
   // squares were taken from.
   {
+    const Strip<Shape> at;
+    const StripPlaces<Shape> places(at);
+    const int last = place_of<Shape>(at.row(0), tokens.last_col());
+    const float inverse_last = memory.inverse[tokens.last_col()];
     const float inverse_weight = inverse_or_0(sum_of_warps<Shape>(memory.stat[2]));
+    const float range_share = start_range(tokens.bits, Shape::kCols);
+    float w[kStrip];
+    load_cols(memory.weight, at, w);
     float sums[2][kStrip] = {};
 #pragma unroll 1
-    for (int pair = 0; pair < kPairs; ++pair) {
-      const Strip<Shape> at;
-      const int row = at.row_of_pair(pair, 0);
-      float x[kPair][kStrip];
-      const float mean = load_about_last(memory, tokens, at, pair, x);
-      const RowRange range = own_range<Shape>(x);
-      const float levels = tokens.levels();
+    for (int step = 0; step < kSteps; ++step) {
+      const int row = at.row(step);
+      float x[kStrip];
+      float mean;
       Affine fit;
-      fit.scale =
-          divide(start_range(memory.bits, Shape::kCols) * (range.hi - range.lo), levels);
-      fit.offset = (range.lo + range.hi - fit.scale * levels) / 2;
-      const auto [rest, variance] =
-          fit_codes<Shape>(memory, tokens, at, x, inverse_weight, fit);
-      float q[kPair][kStrip];
+      {
+        float inverse_of[kStrip];
+        load_cols(memory.inverse, at, inverse_of);
+        mean = scaled_row(memory, places, step, last, inverse_last, inverse_of, x);
+        const RowRange range = row_range<Shape>(x);
+        fit.scale = divide(range_share * (range.hi - range.lo), levels);
+        fit.offset = (range.lo + range.hi - fit.scale * levels) / 2;
+      }
+      const auto [rest, variance] = fit_codes<Shape>(x, w, levels, middle, inverse_weight, fit);
+      float q[kStrip];
       float again[3];
-      take_codes<Shape, false, true>(memory, tokens, at, x, fit, q, again);
-      refit(code_moments(again[0], again[1], again[2], rest, inverse_weight), rest, tokens.middle(), fit);
+      take_codes<Shape, false, true>(x, w, coding_of(fit, levels), levels, from, q, again);
+      refit(code_moments(again[0], again[1], again[2], rest, inverse_weight), rest, middle, fit);
 
       // Rows count by the inverse of their variance, lest one massive token decide. One that is
       // constant but for rounding errors must not either.
       const float true_mean = mean + rest;
       const float spread_of_row = fmaxf(variance, kMeanFloor * kMeanFloor * true_mean * true_mean);
-      const float own_share = tokens.row_counts(row) && spread_of_row >= kSmallest
-                                  ? square_root(inverse(spread_of_row))
-                                  : 0.f;
-      const OfPair share(own_share);
-      const OfPair y_scale(fit.scale * own_share);
-      const OfPair y_offset(fmaf(tokens.middle(), y_scale[0], (fit.offset + mean) * own_share));
-      const OfPair x_offset(mean * own_share);
+      const float share = tokens.row_counts(row) && spread_of_row >= kSmallest
+                              ? square_root(inverse(spread_of_row))
+                              : 0.f;
+      const float y_scale = fit.scale * share;
+      const float y_offset = fmaf(middle, y_scale, (fit.offset + mean) * share);
+      const float x_offset = mean * share;
 #pragma unroll
-      for (int s = 0; s < kPair; ++s) {
-#pragma unroll
-        for (int j = 0; j < kStrip; ++j) {
-          const float y = fmaf(q[s][j], y_scale[s], y_offset[s]);
-          sums[0][j] = fmaf(y, fmaf(x[s][j], share[s], x_offset[s]), sums[0][j]);
-          sums[1][j] = fmaf(y, y, sums[1][j]);
-        }
+      for (int j = 0; j < kStrip; ++j) {
+        const float y = fmaf(q[j], y_scale, y_offset);
+        sums[0][j] = fmaf(y, fmaf(x[j], share, x_offset), sums[0][j]);
+        sums[1][j] = fmaf(y, y, sums[1][j]);
       }
-      if (at.writes_of_pair()) {
+      if (at.first_of_row()) {
         memory.mean[row] = true_mean;
         memory.fit[row] = {fit.scale, fit.offset - rest};
       }
     }
-    put_col_sums<Shape>(Strip<Shape>(), sums, memory.partial);
+    put_col_sums<Shape>(at, sums, memory.partial);
   }
   __syncthreads();
   {
-    const int n = own_thread();
     float scale = 1.f;
     float moved = 0.f;
     if (n < Shape::kCols) {
@@ -495,74 +447,57 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
   // a small rest. K: that is all. V: the error of each column too. A row that does not count adds
   // 1/2 to a column's sum, as one without error does.
   const float inverse_weight = inverse_or_0(sum_of_warps<Shape>(memory.stat[2]));
+  const Strip<Shape> at;
+  const StripPlaces<Shape> places(at);
+  float w[kStrip];
+  load_cols(memory.weight, at, w);
   {
     const float move = sum_of_warps<Shape>(memory.stat[3]) * inverse_weight;
     float sums[1][kStrip] = {};
     float counted = 0.f;
-    float most = 0.f;
 #pragma unroll 1
-    for (int pair = 0; pair < kPairs; ++pair) {
-      const Strip<Shape> at;
-      const int row = at.row_of_pair(pair, 0);
+    for (int step = 0; step < kSteps; ++step) {
+      const int row = at.row(step);
       const float before = memory.mean[row];
       const float mean = before * move;
       Affine fit = memory.fit[row];
       fit.offset += before - mean;
-      float x[kPair][kStrip];
-      load_centred(memory, at, pair, OfPair(mean), x);
-      const auto [rest, variance] =
-          fit_codes<Shape>(memory, tokens, at, x, inverse_weight, fit);
-      float q[kPair][kStrip];
+      float x[kStrip];
+      load_centred(memory, at, places, step, mean, x);
+      const auto [rest, variance] = fit_codes<Shape>(x, w, levels, middle, inverse_weight, fit);
+      float q[kStrip];
       float again[2];
-      take_codes<Shape, false, false>(memory, tokens, at, x, fit, q, again);
+      take_codes<Shape, false, false>(x, w, coding_of(fit, levels), levels, from, q, again);
       Affine out = fit;
       restore_gain(code_moments(again[0], 0.f, again[1], rest, inverse_weight), rest, variance,
-                   tokens.middle(), out);
-      const float from = kRounding + tokens.middle();
+                   middle, out);
       if (tokens.are_cols) {
         const bool raised = raise_scale(true, mean + rest, tokens.bits, out);
         if (__any_sync(0xffffffffu, raised)) {
           const Affine coded = {raised ? out.scale : fit.scale, raised ? out.offset : fit.offset};
-          const float levels = tokens.levels();
           const Coding coding = coding_of(coded, levels);
-          const OfPair slope(coding.slope);
-          const OfPair start(coding.start);
-#pragma unroll
-          for (int s = 0; s < kPair; ++s) {
-#pragma unroll
-            for (int j = 0; j < kStrip; ++j) {
-              q[s][j] = rounded_code(x[s][j], slope[s], start[s], levels) - from;
-            }
-          }
-        }
-#pragma unroll
-        for (int s = 0; s < kPair; ++s) {
-#pragma unroll
-          for (float& code : q[s]) code += from;
-        }
-        __syncwarp();
-        put_codes(memory, tokens, at, pair, q);
-        if (at.writes_of_pair()) memory.out[row] = {out.scale, out.offset + mean};
-        most = fmaxf(most, out.scale);
-      } else {
-        const bool counts = tokens.row_counts(row) && out.scale > 0.f;
-        if (counts && at.writes_of_pair()) counted += 1.f;
-        const float own_half_inverse = counts ? 0.5f * inverse_or_0(out.scale) : 0.f;
-        const OfPair half_inverse(own_half_inverse);
-        const OfPair minus_half(counts ? -0.5f : 0.f);
-        const OfPair offset(
-            fmaf(tokens.middle(), minus_half[0], fmaf(-out.offset, own_half_inverse, 0.5f)));
-#pragma unroll
-        for (int s = 0; s < kPair; ++s) {
 #pragma unroll
           for (int j = 0; j < kStrip; ++j) {
-            // The error in codes, -1 .. 1, as 0 .. 1.
-            sums[0][j] += __saturatef(
-                fmaf(q[s][j], minus_half[s], fmaf(x[s][j], half_inverse[s], offset[s])));
+            q[j] = rounded_code(x[j], coding.slope, coding.start, levels) - from;
           }
         }
+#pragma unroll
+        for (float& code : q) code += from;
+        put_codes(memory, at, row, q);
+        if (at.first_of_row()) memory.out[row] = {out.scale, out.offset + mean};
+      } else {
+        const bool counts = tokens.row_counts(row) && out.scale > 0.f;
+        if (counts && at.first_of_row()) counted += 1.f;
+        const float half_inverse = counts ? 0.5f * inverse_or_0(out.scale) : 0.f;
+        const float minus_half = counts ? -0.5f : 0.f;
+        const float offset = fmaf(middle, minus_half, fmaf(-out.offset, half_inverse, 0.5f));
+#pragma unroll
+        for (int j = 0; j < kStrip; ++j) {
+          // The error in codes, -1 .. 1, as 0 .. 1.
+          sums[0][j] += __saturatef(fmaf(q[j], minus_half, fmaf(x[j], half_inverse, offset)));
+        }
         __syncwarp();
-        if (at.writes_of_pair()) {
+        if (at.first_of_row()) {
           memory.mean[row] = mean;
           memory.fit[row] = fit;
           memory.rest[row] = rest;
@@ -570,85 +505,59 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
         }
       }
     }
-    if (tokens.are_cols) {
-      put_warp_max(most, memory.stat[0]);
-      return;
-    }
-    put_col_sums<Shape>(Strip<Shape>(), sums, memory.partial);
+    if (tokens.are_cols) return;
+    put_col_sums<Shape>(at, sums, memory.partial);
     put_warp_sum(counted, memory.stat[4]);
   }
   __syncthreads();
 
   // V: the codes once more, such that the error of each channel has no mean.
-  if (const int n = own_thread(); n < Shape::kCols) {
+  if (n < Shape::kCols) {
     const float count = sum_of_warps<Shape>(memory.stat[4]);
     const float error = 2.f * (col_total<Shape>(memory.partial, 0) - 0.5f * Shape::kRows);
-    memory.shift[n] = count > 0.f ? divide(error, count * tokens.levels()) : 0.f;
+    memory.shift[n] = count > 0.f ? divide(error, count * levels) : 0.f;
   }
   __syncthreads();
-  float most = 0.f;
+  float shift[kStrip];
+  load_cols(memory.shift, at, shift);
 #pragma unroll 1
-  for (int pair = 0; pair < kPairs; ++pair) {
-    const Strip<Shape> at;
-    float shift[kStrip];
-    load_cols(memory.shift, at, shift);
-    const int row = at.row_of_pair(pair, 0);
+  for (int step = 0; step < kSteps; ++step) {
+    const int row = at.row(step);
     const float mean = memory.mean[row];
     const float rest = memory.rest[row];
     const Affine fit = memory.fit[row];
-    const float levels = tokens.levels();
-    const float from = kRounding + tokens.middle();
     Coding coding = coding_of(fit, levels);
     float shifted = fit.scale >= kSmallest ? 1.f : 0.f;
-    float x[kPair][kStrip];
-    load_centred(memory, at, pair, OfPair(mean), x);
-    float q[kPair][kStrip];
-    const auto take = [&] {
-      const OfPair slope(coding.slope);
-      const OfPair start(coding.start);
-      const OfPair share(shifted);
-#pragma unroll
-      for (int s = 0; s < kPair; ++s) {
-#pragma unroll
-        for (int j = 0; j < kStrip; ++j) {
-          q[s][j] = rounded_code(x[s][j], slope[s], fmaf(shift[j], share[s], start[s]), levels);
-        }
-      }
-    };
-    take();
+    float x[kStrip];
+    load_centred(memory, at, places, step, mean, x);
+    float q[kStrip];
     float of_row[2];
-    {
-      float w[kStrip];
-      load_cols(memory.weight, at, w);
-      float part[2][kPair];
-#pragma unroll
-      for (int j = 0; j < kStrip; ++j) {
-#pragma unroll
-        for (int s = 0; s < kPair; ++s) {
-          const float weighted = w[j] * (q[s][j] - from);
-          add_to(part[0][s], j == 0, weighted);
-          add_product(part[1][s], j == 0, weighted, x[s][j]);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) of_row[i] = own_total<Shape>(part[i]);
-    }
+    row_sums<Shape>(
+        [&](int j, bool first, float (&sum)[2]) {
+          q[j] = rounded_code(x[j], coding.slope, fmaf(shift[j], shifted, coding.start), levels);
+          const float code = q[j] - from;
+          const float weighted = w[j] * code;
+          add_to(sum[0], first, weighted);
+          add_product(sum[1], first, weighted, x[j]);
+        },
+        of_row);
     Affine out = fit;
     restore_gain(code_moments(of_row[0], 0.f, of_row[1], rest, inverse_weight), rest,
-                 memory.variance[row], tokens.middle(), out);
+                 memory.variance[row], middle, out);
     const bool counts = tokens.row_counts(row);
     const bool raised = raise_scale(counts, mean + rest, tokens.bits, out);
     if (__any_sync(0xffffffffu, raised || !counts)) {
       if (raised) coding = coding_of(out, levels);
       if (!counts) coding = {0.f, 0.f};
       if (raised || !counts) shifted = 0.f;
-      take();
+#pragma unroll
+      for (int j = 0; j < kStrip; ++j) {
+        q[j] = rounded_code(x[j], coding.slope, fmaf(shift[j], shifted, coding.start), levels);
+      }
     }
-    put_codes(memory, tokens, at, pair, q);
-    if (at.writes_of_pair()) memory.out[row] = {out.scale, out.offset + mean};
-    if (counts) most = fmaxf(most, out.scale);
+    put_codes(memory, at, row, q);
+    if (at.first_of_row()) memory.out[row] = {out.scale, out.offset + mean};
   }
-  put_warp_max(most, memory.stat[0]);
 }
 
 }  // namespace kvarn::device

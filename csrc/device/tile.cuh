@@ -19,9 +19,7 @@ namespace kvarn::device {
 inline constexpr int kChunk = 4;                 ///< neighbouring columns, 16 bytes
 inline constexpr int kChunks = 4;                ///< of a lane
 inline constexpr int kStrip = kChunk * kChunks;  ///< elements that a lane has of a row
-inline constexpr int kSteps = 4;                 ///< rows that a lane works on
-inline constexpr int kPair = 2;                  ///< of them at once
-inline constexpr int kPairs = kSteps / kPair;
+inline constexpr int kSteps = 4;                 ///< rows that a lane works on, one by one
 inline constexpr float kInfinity = __builtin_huge_valf();
 
 template <int kTileRows, int kTileCols>
@@ -38,7 +36,7 @@ struct TileShape {
   /// memory than sm_80 has.
   static constexpr int kPartials = kWarps < 8 ? kWarps : 8;
   static_assert(kThreads >= kRows && kThreads >= kCols && kLanes >= kSteps);
-  static_assert(kStepRows % 2 == 0, "place() of odd rows is another");
+  static_assert(kStepRows % 16 == 0, "place() of a row depends on its number in sixteen");
 };
 
 /// threadIdx.x; volatile, so that what follows from it is computed anew wherever it is wanted, and
@@ -50,70 +48,46 @@ __device__ __forceinline__ unsigned own_thread() {
 }
 
 /// Where a lane is; every pass makes its own. Lanes of different rows have their chunks in
-/// different orders: chunk k of group g is chunk k ^ (g / kMates % 4) of the row. So each register meets
+/// different orders: chunk k of group g is chunk k ^ (g % 4) of the row. So each register meets
 /// another one of its column at the same place of the lane that it is added to, without a
 /// selection.
 template <class Shape>
 struct Strip {
-  /// Neighbouring groups that have their chunks in the same order: where a row is half as long as
-  /// there are banks, place() puts the chunks of two into different ones.
-  static constexpr int kMates = Shape::kGroups / kChunks > 1 ? 2 : 1;
-
   int warp;
   int in_row;  ///< number of the lane among those of its row
   int group;
-  int first_row;
-  int first_col;
 
   __device__ __forceinline__ Strip() {
     const unsigned thread = own_thread();
     warp = thread / kWarpLanes;
     in_row = thread % Shape::kLanes;
     group = thread % kWarpLanes / Shape::kLanes;
-    first_row = thread / Shape::kLanes;
-    first_col = thread / Shape::kLanes / kMates % kChunks * (Shape::kCols / kChunks) +
-                in_row * kChunk;
   }
 
   __device__ __forceinline__ int row(int step) const {
-    return step * Shape::kStepRows + first_row;
+    return (step * Shape::kWarps + warp) * Shape::kGroups + group;
   }
   /// First column of chunk k.
   __device__ __forceinline__ int col(int k) const {
-    return first_col ^ k * (Shape::kCols / kChunks);
+    return (k ^ (group & 3)) * (Shape::kCols / kChunks) + in_row * kChunk;
   }
-  /// Of two rows worked on at once, number 0: the lane's own, or 1: the one that is its neighbour's
-  /// own.
-  __device__ __forceinline__ int row_of_pair(int pair, int number) const {
-    return row(kPair * pair + ((in_row ^ number) & 1));
-  }
-  /// Whether this lane is the one that writes what is known of its own row of a pair.
-  __device__ __forceinline__ bool writes_of_pair() const { return in_row < kPair; }
   /// Of the rows of a lane, the one whose totals it gets from row_total.
   __device__ __forceinline__ int own_row() const { return row(in_row % kSteps); }
   /// Whether this lane is the one that writes what is known of its row.
   __device__ __forceinline__ bool first_of_row() const { return in_row == 0; }
 };
 
-/// Place of the chunk that starts at column `col`; odd rows have every two sixteens of columns
-/// exchanged, for what the rotation makes to be stored without bank conflicts.
+/// Place of the chunk that starts at column `col`; odd eights of rows have every two chunks
+/// exchanged, for the squares of the rotation to be stored without bank conflicts.
 template <class Shape>
 __device__ __forceinline__ int place(int row, int col) {
-  return row * Shape::kCols + (col ^ (row & 1) * 16);
+  return row * Shape::kCols + (col ^ (row >> 1 & kChunk));
 }
 
 /// Place of element (row, col).
 template <class Shape>
 __device__ __forceinline__ int place_of(int row, int col) {
   return place<Shape>(row, col & ~(kChunk - 1)) + col % kChunk;
-}
-
-/// Where the codes of a row start among all; shifted, for packing to read those of K by columns, and
-/// those of V by every sixteenth row, without bank conflicts.
-template <class Shape>
-__device__ __forceinline__ int codes_place(bool key, int row) {
-  const int shift = key ? (row & 8) / 2 + (row & 16) * 4 : (row & 16) * 4 + (row & 32);
-  return row * (4 * Shape::kCols) + shift;
 }
 
 /// Where a lane's chunks of its first row are in the tile; those of another row are kStepRows rows
@@ -149,15 +123,6 @@ __device__ __forceinline__ void load_strip(const float* tile, const Strip<Shape>
   }
 }
 
-/// Two rows: number 0 is the lane's own, whose totals it gets from pair_total, number 1 that of its
-/// neighbour.
-template <class Shape>
-__device__ __forceinline__ void load_pair(const float* tile, const Strip<Shape>& at, int pair,
-                                          float (&x)[kPair][kStrip]) {
-#pragma unroll
-  for (int s = 0; s < kPair; ++s) load_strip(tile, at, at.row_of_pair(pair, s), x[s]);
-}
-
 /// The numbers of a lane's columns.
 template <class Shape>
 __device__ __forceinline__ void load_cols(const float* from, const Strip<Shape>& at,
@@ -189,32 +154,6 @@ __device__ __forceinline__ T row_total(const Strip<Shape>& at, const T (&part)[k
   }
   return total;
 }
-
-/// What the lanes of two rows have of each, their own first -> all of their own row. `join` must not
-/// depend on the order.
-template <class Shape, class T, class Join>
-__device__ __forceinline__ T pair_total(const T (&part)[kPair], const Join& join) {
-  T total = join(part[0], __shfl_xor_sync(0xffffffffu, part[1], 1));
-#pragma unroll
-  for (int distance = 2; distance < Shape::kLanes; distance *= 2) {
-    total = join(total, __shfl_xor_sync(0xffffffffu, total, distance));
-  }
-  return total;
-}
-
-template <class Shape>
-__device__ __forceinline__ float own_total(const float (&part)[kPair]) {
-  return pair_total<Shape>(part, [](float a, float b) { return a + b; });
-}
-
-/// What is known of a lane's own row -> of both rows that it works on.
-struct OfPair {
-  float of[kPair];
-
-  __device__ __forceinline__ explicit OfPair(float own)
-      : of{own, __shfl_xor_sync(0xffffffffu, own, 1)} {}
-  __device__ __forceinline__ float operator[](int number) const { return of[number]; }
-};
 
 /// Sums over a strip: add(j, first, sums) adds element j; the first one of a chunk sets the sums.
 /// These do not depend on the order of the chunks.
@@ -275,16 +214,19 @@ __device__ __forceinline__ RowRange ends(int most, unsigned least) {
   return {fminf(__uint_as_float(least), 0.f), fmaxf(__int_as_float(most), 0.f)};
 }
 
-/// The smallest and the largest of the numbers of a lane's own row of two, one of which must be about
-/// 0: at most and at least 0.
+/// The smallest and the largest of the numbers of a row, one of which must be about 0: at most and
+/// at least 0.
 template <class Shape>
-__device__ __forceinline__ RowRange own_range(const float (&y)[kPair][kStrip]) {
-  int most[kPair];
-  unsigned least[kPair];
+__device__ __forceinline__ RowRange row_range(const float (&y)[kStrip]) {
+  int most;
+  unsigned least;
+  strip_range(y, most, least);
 #pragma unroll
-  for (int s = 0; s < kPair; ++s) strip_range(y[s], most[s], least[s]);
-  return ends(pair_total<Shape>(most, [](int a, int b) { return max(a, b); }),
-              pair_total<Shape>(least, [](unsigned a, unsigned b) { return max(a, b); }));
+  for (int distance = 1; distance < Shape::kLanes; distance *= 2) {
+    most = max(most, __shfl_xor_sync(0xffffffffu, most, distance));
+    least = max(least, __shfl_xor_sync(0xffffffffu, least, distance));
+  }
+  return ends(most, least);
 }
 
 /// Sums along columns that the lanes of a warp hold, over its rows; to shared memory, for
@@ -294,7 +236,6 @@ __device__ __forceinline__ void put_col_sums(const Strip<Shape>& at, float (&sum
                                              float* partial) {
   constexpr int kGroups = Shape::kGroups;
   constexpr int kLanes = Shape::kLanes;
-  constexpr int kMates = Strip<Shape>::kMates;
   constexpr int kLeft = kGroups >= 4 ? 1 : 2;  // chunks
   constexpr int kStride = kGroups >= 4 ? 1 : 2;
 #pragma unroll
@@ -307,13 +248,13 @@ __device__ __forceinline__ void put_col_sums(const Strip<Shape>& at, float (&sum
       }
     };
     if constexpr (kGroups >= 4) {
-      add(0, 2, 2 * kMates * kLanes);
-      add(1, 3, 2 * kMates * kLanes);
+      add(0, 2, 2 * kLanes);
+      add(1, 3, 2 * kLanes);
     } else {
       add(2, 3, kLanes);
     }
-    add(0, 1, kMates * kLanes);
-    if constexpr (kMates == 2) add(0, 0, kLanes);
+    add(0, 1, kLanes);
+    if constexpr (kGroups == 8) add(0, 0, 4 * kLanes);
   }
   const auto put = [&](bool add) {
 #pragma unroll
@@ -331,7 +272,7 @@ __device__ __forceinline__ void put_col_sums(const Strip<Shape>& at, float (&sum
     }
   };
   if constexpr (Shape::kWarps == Shape::kPartials) {
-    if (at.group % kMates == 0) put(false);
+    if (at.group < 4) put(false);
   } else {
     static_assert(Shape::kWarps == 2 * Shape::kPartials && kGroups <= 4);
     if (at.warp >= Shape::kPartials) put(false);
@@ -343,7 +284,7 @@ __device__ __forceinline__ void put_col_sums(const Strip<Shape>& at, float (&sum
 /// Sum `q` of column threadIdx.x, for its line thread.
 template <class Shape>
 __device__ __forceinline__ float col_total(const float* partial, int q) {
-  const float* const first = partial + q * Shape::kPartials * Shape::kCols + own_thread();
+  const float* const first = partial + q * Shape::kPartials * Shape::kCols + threadIdx.x;
   float total = first[0];
 #pragma unroll
   for (int i = 1; i < Shape::kPartials; ++i) total += first[i * Shape::kCols];
@@ -356,50 +297,44 @@ __device__ __forceinline__ void put_warp_sum(float value, float* of_warps) {
   for (int distance = 1; distance < kWarpLanes; distance *= 2) {
     value += __shfl_xor_sync(0xffffffffu, value, distance);
   }
-  if (const int n = own_thread(); n % kWarpLanes == 0) of_warps[n / kWarpLanes] = value;
+  if (threadIdx.x % kWarpLanes == 0) of_warps[threadIdx.x / kWarpLanes] = value;
 }
 
 /// The order of numbers >= 0 is that of their bits.
-__device__ __forceinline__ float warp_min(float value) {
-  return __uint_as_float(__reduce_min_sync(0xffffffffu, __float_as_uint(value)));
-}
-
-__device__ __forceinline__ float warp_max(float value) {
-  return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(value)));
+__device__ __forceinline__ void put_warp_min(float value, float* of_warps) {
+  const unsigned least = __reduce_min_sync(0xffffffffu, __float_as_uint(value));
+  if (threadIdx.x % kWarpLanes == 0) of_warps[threadIdx.x / kWarpLanes] = __uint_as_float(least);
 }
 
 __device__ __forceinline__ void put_warp_max(float value, float* of_warps) {
-  const float most = warp_max(value);
-  if (const int n = own_thread(); n % kWarpLanes == 0) of_warps[n / kWarpLanes] = most;
+  const unsigned most = __reduce_max_sync(0xffffffffu, __float_as_uint(value));
+  if (threadIdx.x % kWarpLanes == 0) of_warps[threadIdx.x / kWarpLanes] = __uint_as_float(most);
 }
 
-/// The smallest and the largest of some numbers, in a warp or in all.
-__device__ __forceinline__ void put_warp_ends(float least, float most, float2* of_warps) {
-  const float2 ends = {warp_min(least), warp_max(most)};
-  if (const int n = own_thread(); n % kWarpLanes == 0) of_warps[n / kWarpLanes] = ends;
-}
-
-template <class Shape>
-__device__ __forceinline__ float2 ends_of_warps(const float2* of_warps) {
-  const int lane = own_thread() % kWarpLanes;
-  float2 ends = {kInfinity, 0.f};
-  if (lane < Shape::kWarps) ends = of_warps[lane];
-  return {warp_min(ends.x), warp_max(ends.y)};
-}
-
-/// The sum of a number of each warp; shorter than shuffles take.
+/// Every lane takes a warp's number; all lanes get the result. For whole warps.
 template <class Shape>
 __device__ __forceinline__ float sum_of_warps(const float* of_warps) {
-  float sum = of_warps[0];
+  const int lane = threadIdx.x % kWarpLanes;
+  float value = lane < Shape::kWarps ? of_warps[lane] : 0.f;
 #pragma unroll
-  for (int i = 1; i < Shape::kWarps; ++i) sum += of_warps[i];
-  return sum;
+  for (int distance = 1; distance < Shape::kWarps; distance *= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, distance);
+  }
+  return __shfl_sync(0xffffffffu, value, 0);
+}
+
+template <class Shape>
+__device__ __forceinline__ float min_of_warps(const float* of_warps) {
+  const int lane = threadIdx.x % kWarpLanes;
+  return __uint_as_float(__reduce_min_sync(
+      0xffffffffu, __float_as_uint(lane < Shape::kWarps ? of_warps[lane] : kInfinity)));
 }
 
 template <class Shape>
 __device__ __forceinline__ float max_of_warps(const float* of_warps) {
-  const int lane = own_thread() % kWarpLanes;
-  return warp_max(lane < Shape::kWarps ? of_warps[lane] : 0.f);
+  const int lane = threadIdx.x % kWarpLanes;
+  return __uint_as_float(
+      __reduce_max_sync(0xffffffffu, __float_as_uint(lane < Shape::kWarps ? of_warps[lane] : 0.f)));
 }
 
 /// Scale and offset of a row: x ~ q * scale + offset.
@@ -418,7 +353,7 @@ struct TileMemory {
   union {
     float tile[Shape::kRows * Shape::kCols];
     uint4 tokens[Shape::kRows * Shape::kCols / 8];  ///< 16-bit numbers, as they come
-    /// Row i at codes_place(i), over its numbers.
+    /// Row i at 4 * kCols * i, over its numbers.
     uint8_t codes[4 * Shape::kRows * Shape::kCols];
   };
   float partial[2 * Shape::kPartials * Shape::kCols];  ///< sums of columns, of some rows each
@@ -442,10 +377,6 @@ struct TileMemory {
 
   float stat[kStats][(Shape::kWarps + 3) / 4 * 4];
   float inverse_last_row;  ///< factor / scale of the last row, in the normalization
-  // Of a code; not to be kept in registers.
-  volatile int bits;
-  volatile float levels;  ///< the largest
-  volatile float middle;
   int live_tokens;
   int last_live;  ///< 0 if none is
 };
@@ -474,8 +405,7 @@ struct Tokens {
   __device__ __forceinline__ bool col_counts(int col) const {
     return !are_cols || memory.live[col];
   }
-  __device__ __forceinline__ float levels() const { return memory.levels; }
-  __device__ __forceinline__ float middle() const { return memory.middle; }
+  __device__ __forceinline__ float levels() const { return static_cast<float>((1 << bits) - 1); }
 };
 
 }  // namespace kvarn::device
