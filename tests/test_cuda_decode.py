@@ -22,6 +22,14 @@ DEVICE = "cuda"
 K4V2 = Format("kvarn_k4v2_g128", head_dim=128)
 ON_CUDA = [fmt for fmt in FORMATS if fmt.head_dim <= 256]
 RATIOS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 33, 71)
+#: Whose usual step has a kernel of twelve warps, or one with a ring of one record a warp.
+MORE_WARPS = [
+    Format(*args)
+    for args in [
+        ("kvarn_k4v2_g128", 128), ("kvarn_k4v4_g128", 128), ("kvarn_k4v2_g128", 256),
+        ("kvarn_k4v2_g128", 64), ("kvarn_k4v2_g64", 128),
+    ]
+]  # fmt: skip
 
 
 def on_device(tree: dict[str, Any]) -> dict[str, Any]:
@@ -256,19 +264,31 @@ def test_batches_of_any_size(count: int, head_dim: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("first_staged", [True, False])
-@pytest.mark.parametrize("name", ["kvarn_k4v2_g128", "kvarn_k4v4_g128"])
-def test_batches_that_fill_the_device(name: str, first_staged: bool, dtype: torch.dtype) -> None:
-    # So many items that another kernel is taken. Each length from nothing on; some are long.
+@pytest.mark.parametrize("fmt", MORE_WARPS, ids=lambda f: f"{f}-{f.head_dim}")
+def test_batches_that_fill_the_device(fmt: Format, first_staged: bool, dtype: torch.dtype) -> None:
+    # So many items that there are kernels for that. Each length from nothing on; some are long.
     lengths, kv_heads = [*range(301), *range(700, 3000, 100)], 5
-    case = Case(
-        Format(name, 128), lengths, kv_heads=kv_heads, dtype=dtype, first_staged=first_staged
-    )
-    for ratio in (1, 4, 7, 8):
-        q = torch.randn(len(lengths), kv_heads * ratio, 128).to(dtype)
+    case = Case(fmt, lengths, kv_heads=kv_heads, dtype=dtype, first_staged=first_staged)
+    for ratio in (3, 8):
+        q = torch.randn(len(lengths), kv_heads * ratio, fmt.head_dim).to(dtype)
         result = decode(case, q)
         assert_near(result, expected(case, q, None), torch.finfo(dtype).eps)
         again = decode(case, q)
         assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
+
+
+@pytest.mark.parametrize("fmt", MORE_WARPS, ids=lambda f: f"{f}-{f.head_dim}")
+def test_long_sequences_that_fill_the_device(fmt: Format) -> None:
+    # A warp has more tiles of a sequence than it looks up at once. All sequences have the same.
+    count, length = 420, 17_000
+    case = Case(fmt, [length], dtype=torch.float16)
+    q = torch.randn(count, 4, fmt.head_dim).half()
+    paged = on_device(case.paged)
+    paged["block_table"] = paged["block_table"].repeat(count, 1)
+    paged["seq_lens"] = paged["seq_lens"].repeat(count)
+    result = ops.decode_attention(q.to(DEVICE), **paged, return_lse=True)
+    exact = expected(case, q, [count], causal=False)
+    assert_near(result, exact, torch.finfo(torch.float16).eps)
 
 
 @pytest.mark.parametrize("ratio", RATIOS)

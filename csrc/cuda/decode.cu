@@ -44,7 +44,6 @@ uint64_t random_number() {
 struct Device {
   int multiprocessors = 0;
   int shared_of_block = 0;
-  int major = 0;  ///< of the compute capability
 
   cudaError_t read() {
     int device = 0;
@@ -54,7 +53,6 @@ struct Device {
     };
     get(multiprocessors, cudaDevAttrMultiProcessorCount);
     get(shared_of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    get(major, cudaDevAttrComputeCapabilityMajor);
     return error;
   }
 };
@@ -69,17 +67,30 @@ bool has_own_kernel(const Format& f) {
 #undef KVARN_IS
 }
 
+/// Never launched.
+__global__ void probe() {}
+
+/// Whether the code that runs on this device was compiled for sm_90 or later. (The device does not
+/// tell: it runs what was compiled for sm_80, if there is nothing else.)
+bool is_compiled_for_sm_90() {
+  cudaFuncAttributes code;
+  if (cudaFuncGetAttributes(&code, probe) == cudaSuccess) return code.ptxVersion >= 90;
+  (void)cudaGetLastError();
+  return false;
+}
+
 /// Whether a kernel is faster whose warps have a ring of one record each: where the work is so much
-/// that twelve warps a block do it faster than eight, which share it in fewer parts, and where
-/// there is no room for two records for each of eight. Only the code for sm_90 has such kernels.
+/// that twelve warps a block do it faster than eight, which share it in fewer parts; and with
+/// D = 256, where only four of the eight have room for two records.
 bool wants_one_record(const DecodeParams& p, const Device& device) {
   constexpr int kItemsOfSm = 3;
 #define KVARN_IS(k, v, g, d) p.kv.format == Format{k, v, g, d} ||
   const bool has_kernel = KVARN_ONE_RECORD_FORMATS(KVARN_IS) false;
 #undef KVARN_IS
   const int64_t items = int64_t{p.kv.seqs} * p.kv.kv_heads;
-  return device.major == 9 && has_kernel &&
-         (p.kv.format.head_dim == 256 || items >= int64_t{kItemsOfSm} * device.multiprocessors);
+  return has_kernel &&
+         (p.kv.format.head_dim == 256 || items >= int64_t{kItemsOfSm} * device.multiprocessors) &&
+         is_compiled_for_sm_90();
 }
 
 /// How many query rows are worked on together, as many as a sequence of average length has: blocks
@@ -312,7 +323,7 @@ Status decode_attention(const DecodeParams& p) {
   // The two stages of a ring of one record share its bytes.
   plan.teams = std::min(warps / plan.row_parts, room / ((one_record ? 1 : 2) * plan.stage_bytes));
   if (plan.teams < 1) {
-    return Status::unsupported("this device has too little shared memory for records of " +
+    return Status::unsupported("this device has too little shared memory for two records of " +
                                std::to_string(plan.stage_bytes) + " bytes");
   }
   plan.stages =

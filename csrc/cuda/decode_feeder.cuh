@@ -268,16 +268,16 @@ class Feeder {
 
   /// The record of the owner's tile, if it is one, to a stage; with kOneRecord its keys.
   __device__ __forceinline__ void copy(int owner, uint8_t* stage, device::Barrier* full) {
-    copy_bytes(owner, 0, kOneRecord ? key_bytes_ : record_bytes_, stage, full);
+    copy_part(owner, 0, kOneRecord ? key_bytes_ : record_bytes_, stage, full);
   }
   __device__ __forceinline__ void copy_values(int owner) {
-    copy_bytes(owner, key_bytes_, record_bytes_ - key_bytes_, stage() + key_bytes_,
-               &shared_.full_values[team_ * plan_.stages + stage_]);
+    copy_part(owner, key_bytes_, record_bytes_ - key_bytes_, stage() + key_bytes_,
+              &shared_.full_values[team_ * plan_.stages + stage_]);
   }
 
   /// Bytes of the record from `begin` on.
-  __device__ __forceinline__ void copy_bytes(int owner, int begin, int bytes, uint8_t* to,
-                                             device::Barrier* full) {
+  __device__ __forceinline__ void copy_part(int owner, int begin, int bytes, uint8_t* to,
+                                            device::Barrier* full) {
     if (device::RingCopy::kOneLane && plan_.records_aligned) {
       if (lane_ != owner) return;
       if (record_ != nullptr) {
@@ -308,7 +308,8 @@ class Feeder {
   const int key_bytes_;
   const int team_;
   const int lane_;
-  int ahead_ = 0;     ///< stages that are filled and that the warp itself has not used up
+  int ahead_ = 0;     ///< stages that are filled and that the warp itself has not used up;
+                      ///< kOneRecord: 0 before the first was asked for
   int stage_ = 0;     ///< to be filled next
   unsigned lap_ = 0;  ///< times round the ring
   int next_;          ///< tile

@@ -52,6 +52,13 @@ constexpr KVARN_HD int decode_stage_bytes(const Format& format) {
   return record > staged ? record : staged;
 }
 
+/// Whether 16 staged keys fit where a record has its keys, and values where it has its values.
+constexpr KVARN_HD bool staged_part_fits(const Format& format) {
+  const int part = device::staged_bytes(format.head_dim) / 2;
+  const RecordLayout layout = record_layout(format);
+  return part <= layout.value_codes && part <= layout.bytes - layout.value_codes;
+}
+
 /// What the host adds to the params.
 struct DecodePlan {
   int heads_per_kv;
@@ -319,8 +326,8 @@ struct Cursor {
                                         unsigned share) {
     const int64_t begin = d.share_begin(share);
     left = static_cast<int>(d.share_begin(share + 1) - begin);
-    // The last thread whose sequences begin at or before `begin`: first of every eighth, then of
-    // eight.
+    // The last thread whose sequences begin at or before `begin`: first of every kWarps-th, then of
+    // those behind it.
     const auto last_of = [&](bool is) {
       return 31 - __clz(static_cast<int>(__ballot_sync(device::kAllLanes, is)));
     };

@@ -23,7 +23,7 @@ enum StageFlags : int {
   kEndsItem = 16,   ///< and the last
   kNoTile = 32,     ///< the piece has no tiles
   kLastPiece = 64,  ///< of the share
-  // Of the feeder alone.
+  // For the feeder alone; what others find of them means nothing.
   kPartOfTile = 128,  ///< what it looked at are staged tokens, and others of the tile follow
   kPending = 256,     ///< their values have not been asked for
 };
@@ -69,5 +69,6 @@ struct DecodeShared {
   int front_block;  ///< where the block's first item begins
 };
 static_assert(sizeof(DecodeShared) <= kDecodeStaticBytes);
+static_assert(2 * kMaxDecodeWarps <= kMaxStages);
 
 }  // namespace kvarn::cuda

@@ -139,8 +139,8 @@ __device__ __forceinline__ void pack_probabilities(
   }
 }
 
-/// Whether copying leaves registers for runs beside a large state, and for twelve warps: sm_80's
-/// takes more.
+/// Whether copying leaves registers for runs beside a large state, and for rings of one record:
+/// sm_80's takes more.
 #if __CUDA_ARCH__ >= 900
 inline constexpr bool kCopiesAreSmall = true;
 #else
@@ -168,6 +168,8 @@ struct StaticFormat {
   static constexpr int kWarps =
       decode_warps({kKeyBits, kValueBits, kGroup, kDim}, kIsUsual, kHasOneRecord);
   static constexpr Format kFormat{kKeyBits, kValueBits, kGroup, kDim};
+  static_assert(!kOneRecord || staged_part_fits(kFormat),
+                "staged keys lie where those of a record do, and values likewise");
 
   __device__ __forceinline__ static constexpr Format format(const DecodeParams&) { return kFormat; }
   __device__ __forceinline__ static constexpr RecordLayout layout(const DecodePlan&) {

@@ -562,7 +562,18 @@ int main() {
     c = Case();
     c.heads_per_kv = 1;
     c.kv_heads = 1;
-    c.lengths.assign(3, 60000);  // many tiles
+    // Many tiles a warp, most of them records.
+    c.staged = 7;
+    c.lengths.assign(420, 0);
+    for (size_t i = 0; i < 420; ++i) c.lengths[i] = static_cast<int>(i * 631 % 4200);
+    if (check(c, make_pool(c, 12))) return 1;
+    c.format.head_dim = 256;
+    c.lengths.assign(14, 50000);
+    if (check(c, make_pool(c, 12))) return 1;
+    c = Case();
+    c.heads_per_kv = 1;
+    c.kv_heads = 1;
+    c.lengths.assign(3, 60000);
     if (check(c)) return 1;
     c.split_tokens = 1024;
     if (check(c)) return 1;
