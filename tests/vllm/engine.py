@@ -1,6 +1,6 @@
-"""A vLLM engine of one attention layer on the CPU: the real configuration, scheduler, KV cache
-manager, cache allocation, metadata path and `Attention` layer. What a model runner does between the
-scheduler and the layer, with CUDA and Triton, is done here in numpy.
+"""A vLLM engine of one attention layer, or more, on the CPU: the real configuration, scheduler, KV
+cache manager, cache allocation, metadata path and `Attention` layer. What a model runner does
+between the scheduler and the layer, with CUDA and Triton, is done here in numpy.
 
 Every step is compared with attention computed in fp64 from what its tokens should see.
 """
@@ -85,26 +85,32 @@ def engine_config(model: str, cache: str = "kvarn_k4v2_g64", **arguments):
 class Engine:
     """Requests are added at any time; `step` runs one step and checks it."""
 
-    def __init__(self, config, num_blocks: int, *, window=None, soft_cap=None, seed=0) -> None:
+    def __init__(
+        self, config, num_blocks: int, *, window=None, soft_cap=None, seed=0, layers=1
+    ) -> None:
         self.config = config
         self.rng = np.random.default_rng(seed)
-        heads, kv_heads = 4, 2
+        shape = config.model_config.hf_config
+        heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
         dim = config.model_config.get_head_size()
         self.fmt = Format(config.cache_config.cache_dtype, dim)
         self.window_left = -1 if window is None else window - 1
         self.soft_cap = soft_cap or 0.0
         with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
-            self.layer = Attention(
-                heads,
-                dim,
-                dim**-0.5,
-                num_kv_heads=kv_heads,
-                cache_config=config.cache_config,
-                per_layer_sliding_window=window,
-                logits_soft_cap=soft_cap,
-                prefix="model.layers.0.self_attn.attn",
-            )
-        self.layer.use_direct_call = True  # the custom ops have no kernel for the CPU
+            self.layers = [
+                Attention(
+                    heads,
+                    dim,
+                    dim**-0.5,
+                    num_kv_heads=kv_heads,
+                    cache_config=config.cache_config,
+                    per_layer_sliding_window=window,
+                    logits_soft_cap=soft_cap,
+                    prefix=f"model.layers.{i}.self_attn.attn",
+                )
+                for i in range(layers)
+            ]
+        self.layer = self.layers[0]
         current_platform.update_block_size_for_backend(config)
         config.cache_config.num_gpu_blocks_override = num_blocks
         self.specs = attn_utils.get_kv_cache_spec(config)
@@ -114,8 +120,10 @@ class Engine:
             self.kv_cache_config, config, CPU
         )
         versions.allocate_cache(config, self.kv_cache_config, self.groups, kernel_sizes)
-        self.layer.kv_cache.fill_(0xFF)  # what was never written is NaN
-        self.layer.impl.staging.fill_(torch.nan)
+        for layer in self.layers:
+            layer.use_direct_call = True  # the custom ops have no kernel for the CPU
+            layer.kv_cache.fill_(0xFF)  # what was never written is NaN
+            layer.impl.staging.fill_(torch.nan)
         init_none_hash(sha256)
         self.scheduler = config.scheduler_config.get_scheduler_cls()(
             config,
