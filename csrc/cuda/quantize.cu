@@ -3,12 +3,13 @@
 // Roofline. A record of k4v2, D = G = 128, is 64 KB of fp16 to read and 13.8 KB to write: 18 ns at
 // the copy rate of an H200. Its SMs have 1 instruction slot an element and nanosecond, and the fits
 // take 70 (closed form) to 100 (4 rounds) at least: the kernel is bound by instructions, not bytes.
-// The tile is in shared memory, in fp32, from the rotation to the codes, and every pass over it is
-// a short loop: straight-line code over a tile in registers waited for its own instructions.
+// The tile is in shared memory, in fp32, from the rotation to the codes, and most passes over it
+// are short loops: straight-line code over a tile in registers waits for its own instructions. The
+// rounds of the normalization have it in registers: they are one short loop all the same, and two
+// loads of the tile a round kept shared memory as busy as the schedulers.
 //
-// Measured there: 179 ns a record in closed form, 295 with 4 rounds, 270 for minmax with 8. Before
-// its last changes it took 108 (closed form) and 197 instructions (4 rounds) an element and issued
-// on 63 % of the cycles (docs/design.md).
+// Measured there before the last changes: 166 ns a record in closed form, 266 with 4 rounds, 230
+// for minmax with 8 (docs/design.md, which has the changes too).
 //
 // A block makes one part (K or V) of one record. device/tile.cuh says who holds what, rotate.cuh
 // how it gets there, sinkhorn.cuh and fit.cuh what is computed, pack.cuh how it leaves.
@@ -83,62 +84,36 @@ __device__ __forceinline__ device::TokenRows tokens_of(const Jobs& jobs, const J
           stride[1], jobs.dtype, jobs.rotated, jobs.aligned};
 }
 
-/// Sums of squares of x * boost over each token, in memory.found. Starts after a barrier, ends with
-/// one.
+/// Whether token n has anything but zeros, where its squares may have been lost: from numbers
+/// 2^100 times as large. Of one thread, for what hardly ever is.
 template <class Shape>
-__device__ __forceinline__ void find_energies(device::TileMemory<Shape>& memory, bool are_cols,
-                                              float boost) {
-  const device::Strip<Shape> at;
-  const device::StripPlaces<Shape> places(at);
-  float sums[1][kStrip] = {};
+__device__ __forceinline__ bool has_tiny_numbers(const float* tile, bool are_cols, int n) {
+  const int length = are_cols ? Shape::kRows : Shape::kCols;
+  float energy = 0.f;
 #pragma unroll 1
-  for (int step = 0; step < device::kSteps; ++step) {
-    const int row = at.row(step);
-    float x[kStrip];
-    device::load_strip(memory.tile, places, step, x);
-#pragma unroll
-    for (float& value : x) value *= boost;
-    if (are_cols) {
-#pragma unroll
-      for (int j = 0; j < kStrip; ++j) sums[0][j] = fmaf(x[j], x[j], sums[0][j]);
-    } else {
-      float energy[1];
-      device::row_sums<Shape>(
-          [&](int j, bool first, float (&sum)[1]) {
-            device::add_product(sum[0], first, x[j], x[j]);
-          },
-          energy);
-      if (at.first_of_row()) memory.found[row] = energy[0];
-    }
+  for (int i = 0; i < length; ++i) {
+    const float x =
+        0x1p100f * tile[are_cols ? device::place_of<Shape>(i, n) : device::place_of<Shape>(n, i)];
+    energy = fmaf(x, x, energy);
   }
-  if (are_cols) {
-    device::put_col_sums<Shape>(at, sums, memory.partial);
-    __syncthreads();
-    if (threadIdx.x < Shape::kCols) {
-      memory.found[threadIdx.x] = device::col_total<Shape>(memory.partial, 0);
-    }
-  }
-  __syncthreads();
+  return energy > 0.f;
 }
 
 /// A token is dead if it has NaN or infinity or nothing but zeros. Dead ones get the numbers of the
-/// last live one, or 0 where there is none. Ends with a barrier.
+/// last live one, or 0 where there is none. Starts after a barrier, ends with one.
 template <class Shape>
 __device__ __forceinline__ void find_live(device::TileMemory<Shape>& memory,
                                           const device::Tokens<Shape>& tokens) {
   constexpr float kTiny = 1e-30f;  // squares of numbers this small may have been lost
-  const int n = threadIdx.x;
+  const int n = device::own_thread();
   const bool has_token = n < tokens.count();
-  const auto alive = [](float sum) { return sum > 0.f && sum < device::kInfinity; };
   if (n == 0) memory.last_live = 0;
   float energy = 1.f;
   bool own_live = false;
-#pragma unroll 1
-  for (int pass = 0; pass < 2; ++pass) {
-    find_energies(memory, tokens.are_cols, pass == 0 ? 1.f : 0x1p100f);
-    if (has_token && (pass == 0 || energy < kTiny)) own_live = alive(memory.found[n]);
-    if (has_token && pass == 0) energy = memory.found[n];
-    if (!__syncthreads_or(energy < kTiny)) break;
+  if (has_token) {
+    energy = device::token_energy<Shape>(memory.partial, tokens.are_cols, n);
+    own_live = energy < kTiny ? has_tiny_numbers<Shape>(memory.tile, tokens.are_cols, n)
+                              : energy < device::kInfinity;
   }
   if (has_token) {
     memory.energy[n] = memory.found[n] = energy;
@@ -173,7 +148,7 @@ __device__ __forceinline__ void find_live(device::TileMemory<Shape>& memory,
 template <class Shape>
 __device__ __forceinline__ float size_factor(device::TileMemory<Shape>& memory,
                                              const device::Tokens<Shape>& tokens) {
-  const int n = threadIdx.x;
+  const int n = device::own_thread();
   device::put_warp_sum(n < tokens.count() && memory.live[n] ? memory.energy[n] : 0.f,
                        memory.stat[6]);
   __syncthreads();
@@ -224,11 +199,11 @@ __device__ __forceinline__ void store_half(uint8_t* fields, int n, __half value)
   }
 }
 
-/// Scales and zero points into the record. Contains a barrier.
+/// Scales and zero points into the record. Starts after a barrier.
 template <class Shape>
 __device__ __forceinline__ void store_scales(device::TileMemory<Shape>& memory,
                                              const device::Tokens<Shape>& tokens, uint8_t* fields) {
-  const int n = threadIdx.x;
+  const int n = device::own_thread();
   const bool has_row = n < Shape::kRows;
   const bool has_col = n < Shape::kCols;
   const device::Affine row = has_row ? memory.out[n] : device::Affine{0.f, 0.f};
@@ -236,9 +211,6 @@ __device__ __forceinline__ void store_scales(device::TileMemory<Shape>& memory,
   const bool row_counts = has_row && tokens.row_counts(n);
   const bool col_counts = has_col && tokens.col_counts(n);
   // A power of two moves from one side's scales to the other's, so that both are in range.
-  device::put_warp_max(row_counts ? row.scale : 0.f, memory.stat[0]);
-  device::put_warp_max(col_counts ? col : 0.f, memory.stat[1]);
-  __syncthreads();
   const float most_row = device::max_of_warps<Shape>(memory.stat[0]);
   const float most_col = device::max_of_warps<Shape>(memory.stat[1]);
   const float factor = most_row > 0.f && most_col > 0.f
@@ -270,9 +242,10 @@ __device__ __forceinline__ void store_scales(device::TileMemory<Shape>& memory,
 template <class Shape>
 __device__ __forceinline__ void clear_dead_keys(device::TileMemory<Shape>& memory) {
 #pragma unroll 1
-  for (int i = threadIdx.x; i < Shape::kRows * Shape::kCols; i += Shape::kThreads) {
+  for (int i = device::own_thread(); i < Shape::kRows * Shape::kCols; i += Shape::kThreads) {
     const int col = i % Shape::kCols;
-    if (!memory.live[col]) memory.codes[i / Shape::kCols * (4 * Shape::kCols) + col] = 0;
+    if (!memory.live[col])
+      memory.codes[device::codes_place<Shape>(true, i / Shape::kCols) + col] = 0;
   }
   __syncthreads();
 }
@@ -286,7 +259,7 @@ __device__ __forceinline__ void quantize_part(const Jobs& jobs, device::TileMemo
   const Job job = job_of(jobs, part_number);
   if (job.skipped) return;
   device::load_rotated<Shape, kMayBeKey, kMayBeValue>(tokens_of(jobs, job, key), key, memory.tokens,
-                                                      memory.tile);
+                                                      memory.tile, memory.partial);
   const int bits = key ? jobs.format.key_bits : jobs.format.value_bits;
   const device::Tokens<Shape> tokens = {key, bits, memory};
   find_live(memory, tokens);
@@ -306,6 +279,7 @@ __device__ __forceinline__ void quantize_part(const Jobs& jobs, device::TileMemo
   const Job target = job_of(jobs, part_number);
   uint8_t* const part = jobs.records + target.target * jobs.record_stride[0] +
                         target.head * jobs.record_stride[1] + (key ? 0 : layout.value_codes);
+  store_scales(memory, tokens, part + Shape::kRows * Shape::kCols / 8 * bits);
   switch (bits) {
     case 2:
       device::store_codes<Shape, 2>(memory.codes, key, part);
@@ -320,7 +294,6 @@ __device__ __forceinline__ void quantize_part(const Jobs& jobs, device::TileMemo
       device::store_codes<Shape, 8>(memory.codes, key, part);
       break;
   }
-  store_scales(memory, tokens, part + Shape::kRows * Shape::kCols / 8 * bits);
 }
 
 template <int kDim, int kGroup>
@@ -335,16 +308,15 @@ template <int kDim, int kGroup>
 __global__ void __launch_bounds__(kThreads<kDim, kGroup>, 512 / kThreads<kDim, kGroup>)
     quantize_kernel(const __grid_constant__ Jobs jobs) {
   static_assert(kThreads<kDim, kGroup> == ValueShape<kDim, kGroup>::kThreads);
-  extern __shared__ uint4 shared[];
+  extern __shared__ __align__(1024) uint4 shared[];  // multiply_keys turns bits of addresses
   device::let_next_start();
   device::wait_for_previous();
   using KeyMemory = device::TileMemory<KeyShape<kDim, kGroup>>;
   using ValueMemory = device::TileMemory<ValueShape<kDim, kGroup>>;
-  // Blocks may be fewer than parts; each takes K and V in turn, so that all have as much to do.
-  unsigned turned = 0;
+  // Blocks may be fewer than parts, but are even in number; each takes K and V in turn, so that all
+  // have as much to do.
 #pragma unroll 1
-  for (unsigned i = blockIdx.x; i < jobs.parts; i += gridDim.x, turned ^= 1) {
-    const unsigned part = i ^ turned;
+  for (unsigned part = blockIdx.x; part < jobs.parts; part = (part ^ 1) + gridDim.x) {
     const bool key = part % 2 == 0;
     if constexpr (kDim == kGroup) {
       quantize_part<KeyShape<kDim, kGroup>, true, true>(jobs, *reinterpret_cast<KeyMemory*>(shared),
@@ -356,6 +328,7 @@ __global__ void __launch_bounds__(kThreads<kDim, kGroup>, 512 / kThreads<kDim, k
       quantize_part<ValueShape<kDim, kGroup>, false, true>(
           jobs, *reinterpret_cast<ValueMemory*>(shared), part, false);
     }
+    __syncthreads();  // the next part's tokens take the place of this one's codes
   }
 }
 

@@ -34,15 +34,13 @@ __device__ __forceinline__ float inverse_or_0(float x) { return x >= kSmallest ?
 /// K in closed form: the token's root mean square, over one power of two. Contains a barrier.
 template <class Shape>
 __device__ __forceinline__ float token_rms(TileMemory<Shape>& memory) {
-  const int n = threadIdx.x;
+  const int n = own_thread();
   const float rms = n < Shape::kCols ? square_root(memory.energy[n] * (1.f / Shape::kRows)) : 0.f;
   const bool counts = rms > 0.f && memory.live[n];
   put_warp_sum(counts ? log2f(rms) : 0.f, memory.stat[6]);
-  put_warp_sum(counts ? 1.f : 0.f, memory.stat[7]);
-  __syncthreads();
+  const int count = __syncthreads_count(counts);
   const float log_sum = sum_of_warps<Shape>(memory.stat[6]);
-  const float count = sum_of_warps<Shape>(memory.stat[7]);
-  return count > 0.f ? rms * exp2f(-rintf(log_sum / count)) : rms;
+  return count > 0 ? rms * exp2f(-rintf(log_sum / static_cast<float>(count))) : rms;
 }
 
 /// V in closed form: of the tokens divided by their deviations, the channel's geometric mean of
@@ -54,6 +52,7 @@ __device__ __forceinline__ float channel_spread(TileMemory<Shape>& memory,
   const Strip<Shape> at;
   const StripPlaces<Shape> places(at);
   const int first = place_of<Shape>(at.row(0), 0);
+  const Length length(Shape::kCols);
   float sums[2][kStrip] = {};
   float counted = 0.f;
 #pragma unroll 1
@@ -62,7 +61,7 @@ __device__ __forceinline__ float channel_spread(TileMemory<Shape>& memory,
     float x[kStrip];
     load_strip(memory.tile, places, step, x);
     const float spread_of_row =
-        row_deviation<Shape>(x, memory.tile[first + step * Shape::kStepPlaces], Shape::kCols);
+        row_deviation<Shape>(x, memory.tile[first + step * Shape::kStepPlaces], length);
     const bool counts = tokens.row_counts(row) && spread_of_row > 0.f;
     const float inverse_of = counts ? inverse(spread_of_row) : 0.f;
     if (counts && at.first_of_row()) counted += 1.f;
@@ -76,7 +75,7 @@ __device__ __forceinline__ float channel_spread(TileMemory<Shape>& memory,
   put_col_sums<Shape>(at, sums, memory.partial);
   put_warp_sum(counted, memory.stat[6]);
   __syncthreads();
-  if (threadIdx.x >= Shape::kCols) return 0.f;
+  if (own_thread() >= Shape::kCols) return 0.f;
   const float share = inverse_or_0(sum_of_warps<Shape>(memory.stat[6]));
   const float mean = col_total<Shape>(memory.partial, 0) * share;
   const float mean_square = col_total<Shape>(memory.partial, 1) * share;
@@ -90,7 +89,7 @@ __device__ __forceinline__ float channel_spread(TileMemory<Shape>& memory,
 template <class Shape>
 __device__ __forceinline__ float without_factor(const Tokens<Shape>& tokens, float scale,
                                                 float* stat) {
-  const int n = threadIdx.x;
+  const int n = own_thread();
   put_warp_sum(n < Shape::kCols && tokens.col_counts(n) ? log2f(scale) : 0.f, stat);
   __syncthreads();
   return scale * exp2f(-divide(sum_of_warps<Shape>(stat), fmaxf(tokens.row_length(), 1.f)));
@@ -136,7 +135,7 @@ template <class Shape>
 __device__ __forceinline__ float guarded_col_scale(TileMemory<Shape>& memory,
                                                    const Tokens<Shape>& tokens, float scale,
                                                    float alternative) {
-  const int n = threadIdx.x;
+  const int n = own_thread();
   const auto share = [&](int token) {
     const float energy = memory.energy[token];
     return memory.live[token] && energy > 0.f ? inverse(energy) : 0.f;
@@ -187,20 +186,22 @@ __device__ __forceinline__ float guarded_col_scale(TileMemory<Shape>& memory,
   return alternative_loss < kGuardShare * loss ? alternative : scale;
 }
 
-/// Line threads: their column's scale takes effect. The sum of the weights lies in memory.stat[2]
-/// after the barrier that must follow.
+/// Line threads: their column's scale takes effect. The sum of the weights lies in memory.stat[2],
+/// the largest scale that counts in memory.stat[1], after the barrier that must follow.
 template <class Shape>
 __device__ __forceinline__ void put_col_scale(TileMemory<Shape>& memory,
                                               const Tokens<Shape>& tokens, float scale) {
-  const int n = threadIdx.x;
+  const int n = own_thread();
   float weight = 0.f;
+  const bool counts = n < Shape::kCols && tokens.col_counts(n);
+  if (counts) weight = fminf(scale * scale, 16.f);
   if (n < Shape::kCols) {
-    if (tokens.col_counts(n)) weight = fminf(scale * scale, 16.f);
     memory.inverse[n] = divide(1.f, scale);
     memory.weight[n] = weight;
     memory.col_scale[n] = scale;
   }
   put_warp_sum(weight, memory.stat[2]);
+  put_warp_max(counts ? scale : 0.f, memory.stat[1]);
 }
 
 // ---- Codes --------------------------------------------------------------------------------------
@@ -223,9 +224,10 @@ __device__ __forceinline__ float rounded_code(float x, float slope, float start,
 
 /// Codes of a strip to shared memory, from 2^23 plus them.
 template <class Shape>
-__device__ __forceinline__ void put_codes(TileMemory<Shape>& memory, const Strip<Shape>& at,
-                                          int row, const float (&q)[kStrip]) {
-  uint8_t* const out = memory.codes + row * (4 * Shape::kCols);
+__device__ __forceinline__ void put_codes(TileMemory<Shape>& memory, const Tokens<Shape>& tokens,
+                                          const Strip<Shape>& at, int row,
+                                          const float (&q)[kStrip]) {
+  uint8_t* const out = memory.codes + codes_place<Shape>(tokens.are_cols, row);
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
     const auto bits = [&](int e) { return __float_as_uint(q[kChunk * k + e]); };
@@ -246,7 +248,8 @@ __device__ __forceinline__ bool raise_scale(bool counts, float mean, int bits, A
 
 // ---- fit = minmax -------------------------------------------------------------------------------
 
-/// Codes over the whole range of each row. Starts after a barrier.
+/// Codes over the whole range of each row. Starts after a barrier. The largest scale of a row that
+/// counts lies in memory.stat[0] after the barrier that must follow.
 template <class Shape>
 __device__ __forceinline__ void fit_minmax(TileMemory<Shape>& memory, const Tokens<Shape>& tokens) {
   const float levels = tokens.levels();
@@ -256,6 +259,7 @@ __device__ __forceinline__ void fit_minmax(TileMemory<Shape>& memory, const Toke
   const float inverse_last = memory.inverse[tokens.last_col()];
   float inverse_of[kStrip];
   load_cols(memory.inverse, at, inverse_of);
+  float most = 0.f;
 #pragma unroll 1
   for (int step = 0; step < kSteps; ++step) {
     const int row = at.row(step);
@@ -269,9 +273,11 @@ __device__ __forceinline__ void fit_minmax(TileMemory<Shape>& memory, const Toke
     if (!counts) coding = {0.f, 0.f}, fit = {0.f, 0.f};
 #pragma unroll
     for (float& q : y) q = rounded_code(q, coding.slope, coding.start, levels);
-    put_codes(memory, at, row, y);
+    put_codes(memory, tokens, at, row, y);
     if (at.first_of_row()) memory.out[row] = fit;
+    most = fmaxf(most, fit.scale);
   }
+  put_warp_max(most, memory.stat[0]);
 }
 
 // ---- fit = unbiased -----------------------------------------------------------------------------
@@ -361,10 +367,10 @@ __device__ __forceinline__ RowMoments fit_codes(const float (&x)[kStrip], const 
 }
 
 /// Codes and scales, from column scales that are in effect (put_col_scale). Starts after a barrier.
+/// The largest scale of a row that counts lies in memory.stat[0], as with fit_minmax.
 template <class Shape>
 __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
                                              const Tokens<Shape>& tokens) {
-  const int n = threadIdx.x;
   const float levels = tokens.levels();
   const float middle = static_cast<float>(1 << (tokens.bits - 1));
   const float from = kRounding + middle;
@@ -426,6 +432,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
   }
   __syncthreads();
   {
+    const int n = own_thread();
     float scale = 1.f;
     float moved = 0.f;
     if (n < Shape::kCols) {
@@ -455,6 +462,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
     const float move = sum_of_warps<Shape>(memory.stat[3]) * inverse_weight;
     float sums[1][kStrip] = {};
     float counted = 0.f;
+    float most = 0.f;
 #pragma unroll 1
     for (int step = 0; step < kSteps; ++step) {
       const int row = at.row(step);
@@ -483,8 +491,9 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
         }
 #pragma unroll
         for (float& code : q) code += from;
-        put_codes(memory, at, row, q);
+        put_codes(memory, tokens, at, row, q);
         if (at.first_of_row()) memory.out[row] = {out.scale, out.offset + mean};
+        most = fmaxf(most, out.scale);
       } else {
         const bool counts = tokens.row_counts(row) && out.scale > 0.f;
         if (counts && at.first_of_row()) counted += 1.f;
@@ -505,14 +514,17 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
         }
       }
     }
-    if (tokens.are_cols) return;
+    if (tokens.are_cols) {
+      put_warp_max(most, memory.stat[0]);
+      return;
+    }
     put_col_sums<Shape>(at, sums, memory.partial);
     put_warp_sum(counted, memory.stat[4]);
   }
   __syncthreads();
 
   // V: the codes once more, such that the error of each channel has no mean.
-  if (n < Shape::kCols) {
+  if (const int n = own_thread(); n < Shape::kCols) {
     const float count = sum_of_warps<Shape>(memory.stat[4]);
     const float error = 2.f * (col_total<Shape>(memory.partial, 0) - 0.5f * Shape::kRows);
     memory.shift[n] = count > 0.f ? divide(error, count * levels) : 0.f;
@@ -520,6 +532,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
   __syncthreads();
   float shift[kStrip];
   load_cols(memory.shift, at, shift);
+  float most = 0.f;
 #pragma unroll 1
   for (int step = 0; step < kSteps; ++step) {
     const int row = at.row(step);
@@ -555,9 +568,11 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
         q[j] = rounded_code(x[j], coding.slope, fmaf(shift[j], shifted, coding.start), levels);
       }
     }
-    put_codes(memory, at, row, q);
+    put_codes(memory, tokens, at, row, q);
     if (at.first_of_row()) memory.out[row] = {out.scale, out.offset + mean};
+    if (counts) most = fmaxf(most, out.scale);
   }
+  put_warp_max(most, memory.stat[0]);
 }
 
 }  // namespace kvarn::device
