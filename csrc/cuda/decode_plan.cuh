@@ -141,9 +141,9 @@ __device__ __forceinline__ int query_begin(const DecodeParams& p, int64_t seq) {
   return static_cast<int>(p.cu_query_lens.data != nullptr ? p.cu_query_lens[seq] : seq);
 }
 
-/// more: units that an item counts beyond its tiles.
+/// An item counts `more` units beyond its tiles, and at least `least`.
 __device__ __forceinline__ SequenceWork sequence_work(const DecodeParams& p, const DecodePlan& plan,
-                                                      int64_t seq, int more) {
+                                                      int64_t seq, int more, int least) {
   SequenceWork w;
   const int64_t length = p.kv.seq_lens[seq];
   w.length = static_cast<int>(length < 0 ? 0 : length > p.max_seq_len ? p.max_seq_len : length);
@@ -165,7 +165,7 @@ __device__ __forceinline__ SequenceWork sequence_work(const DecodeParams& p, con
     w.unit_tiles = plan.split_tiles * max((splits + kMaxSplits - 1) / kMaxSplits, 1);
     w.units = (w.end_tile + w.unit_tiles - 1) / w.unit_tiles - w.first_tile / w.unit_tiles;
   }
-  w.units = max(w.units, 1) + more;
+  w.units = max(max(w.units, 1) + more, least);
   const int rows = 1 << plan.rows_shift;
   w.row_blocks = (w.queries * plan.heads_per_kv + rows - 1) >> plan.rows_shift;
   return w;
@@ -208,6 +208,7 @@ struct Division {
   int teams;  ///< of a block that have a share (those of the last one with shares may be fewer)
   uint64_t inverse;  ///< 2^64 / shares, rounded up; 0: a share is a unit
   int item_units;    ///< of plan, or 0
+  int least_units;   ///< of an item, where nearly all have as many
 
   /// Of a team of the block.
   __device__ __forceinline__ unsigned share_of(int team) const {
@@ -235,6 +236,7 @@ struct SequenceScan {
       before[kMaxDecodeWarps * kWarpLanes];  ///< units of the sequences before those of each thread
   int64_t units_of_warp[kMaxDecodeWarps];
   int64_t items_of_warp[kMaxDecodeWarps];
+  int most_of_warp[kMaxDecodeWarps];
 };
 
 __device__ __forceinline__ int64_t inclusive_scan(int64_t x, int lane) {
@@ -250,22 +252,27 @@ __device__ __forceinline__ int64_t inclusive_scan(int64_t x, int lane) {
 template <int kWarps>
 __device__ __forceinline__ void divide(const DecodeParams& p, const DecodePlan& plan, int chunk,
                                        SequenceScan& scan, Division& division) {
+  constexpr int kWholes = 16;  // of what padding may add one
   const int warp = threadIdx.x / kWarpLanes;
   const int lane = threadIdx.x % kWarpLanes;
   const int64_t first = static_cast<int64_t>(threadIdx.x) * chunk;
   const int64_t end = min(first + chunk, p.kv.seqs);
-  const SequenceWork front = sequence_work(p, plan, 0, 0);
-  bool equal = true;
+  const SequenceWork front = sequence_work(p, plan, 0, 0, 0);
+  bool same_rows = true;
   int64_t units = 0;
   int64_t items = 0;
+  int most = 0;  // units of an item
 #pragma unroll 1
   for (int64_t seq = first; seq < end; ++seq) {
-    const SequenceWork w = sequence_work(p, plan, seq, 0);
+    const SequenceWork w = sequence_work(p, plan, seq, 0, 0);
     units += w.items(p.kv.kv_heads) * w.units;
     items += w.items(p.kv.kv_heads);
-    equal = equal && w.units == front.units && w.row_blocks == front.row_blocks;
+    same_rows = same_rows && w.row_blocks == front.row_blocks;
+    most = max(most, w.units);
   }
-  equal = __syncthreads_and(equal);
+  most = __reduce_max_sync(device::kAllLanes, most);
+  if (lane == 0) scan.most_of_warp[warp] = most;
+  same_rows = __syncthreads_and(same_rows);
   const auto scanned = [&](int64_t own, int64_t (&of_warp)[kMaxDecodeWarps], int64_t& all) {
     const int64_t upto = inclusive_scan(own, lane);
     if (lane == kWarpLanes - 1) of_warp[warp] = upto;
@@ -284,7 +291,20 @@ __device__ __forceinline__ void divide(const DecodeParams& p, const DecodePlan& 
   d.teams = plan.teams;
   d.shares = gridDim.x * static_cast<unsigned>(plan.teams);
   d.inverse = plan.inverse_shares;
-  d.item_units = 0;
+  d.item_units = d.least_units = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) most = max(most, scan.most_of_warp[w]);
+  const int64_t items_of_seq = front.items(p.kv.kv_heads);
+  const int64_t padded = p.kv.seqs * items_of_seq * most;
+  bool equal = same_rows && padded == d.units;
+  if (!equal && same_rows && d.units >= d.shares && plan.item_units > 0 &&
+      padded * kWholes <= d.units * (kWholes + 1)) {
+    // Lengths of a batch that decodes together: equal but for a few tiles.
+    equal = true;
+    d.least_units = most;
+    d.units = padded;
+    before = min(first, p.kv.seqs) * items_of_seq * most;
+  }
   if (!equal && d.units >= d.shares && plan.item_units > 0) {
     int64_t all_items;
     d.item_units = plan.item_units;
@@ -336,7 +356,7 @@ struct Cursor {
     owner += last_of(lane < kWarps && scan.before[owner + lane] <= begin);
     int64_t before = scan.before[owner];
     for (seq = owner * chunk;; ++seq) {
-      work = sequence_work(p, plan, seq, d.item_units);
+      work = sequence_work(p, plan, seq, d.item_units, d.least_units);
       const int64_t units = work.items(p.kv.kv_heads) * work.units;
       if (before + units > begin) break;
       before += units;
@@ -368,7 +388,7 @@ struct Cursor {
         if (++head == p.kv.kv_heads) {
           head = 0;
           do {
-            work = sequence_work(p, plan, ++seq, d.item_units);
+            work = sequence_work(p, plan, ++seq, d.item_units, d.least_units);
           } while (work.row_blocks == 0);
         }
       }
