@@ -221,10 +221,12 @@ __device__ __forceinline__ float rounded_code(float x, float slope, float start,
   return fmaf(__saturatef(fmaf(x, slope, start)), levels, kRounding);
 }
 
-/// Codes of a strip to shared memory, from 2^23 plus them.
+/// Codes of a strip to shared memory, from 2^23 plus them, over the numbers of its row: all lanes
+/// of the warp must have read those.
 template <class Shape>
 __device__ __forceinline__ void put_codes(TileMemory<Shape>& memory, const Strip<Shape>& at,
                                           int row, const float (&q)[kStrip]) {
+  __syncwarp();  // shuffles alone do not order memory
   uint8_t* const out = memory.codes + row * (4 * Shape::kCols);
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {

@@ -125,7 +125,9 @@ __device__ __forceinline__ float sinkhorn_col_scale(TileMemory<Shape>& memory,
         now *= divide(before, row_scale);
       }
       inverse_row = divide(factor, row_scale);
-      if (at.own_row() == tokens.last_row()) memory.inverse_last_row = inverse_row;
+      if (at.in_row < kSteps && at.own_row() == tokens.last_row()) {
+        memory.inverse_last_row = inverse_row;
+      }
       put_warp_min(row_active ? now : kInfinity, stat[round % 2 * 4]);
       put_warp_max(row_active ? now : 0.f, stat[round % 2 * 4 + 1]);
     }
