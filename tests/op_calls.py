@@ -219,6 +219,10 @@ def raw(op: str) -> Call:
     return {name: named[name] for name in names}
 
 
+#: Those that write to a tensor of the caller's.
+WRITING = [op for op in OPS if op != "decode_workspace_bytes"]
+
+
 def overlapping(op: str, device: str = "cpu") -> Iterator[tuple[str, str, Tensor, Call]]:
     """Raw calls in which something written lies over another tensor, all but its first 16 bytes:
     the names of both, the memory of both, the arguments."""

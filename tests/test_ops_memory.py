@@ -76,20 +76,17 @@ def test_fault12_an_output_over_an_input_is_refused() -> None:
     assert (memory == 0).all()
 
 
-WRITING = [op for op in op_calls.OPS if op not in ("decode_workspace_bytes",)]
-
-
-@pytest.mark.parametrize("op", WRITING)
+@pytest.mark.parametrize("op", op_calls.WRITING)
 def test_fault12_nothing_written_lies_over_any_other_argument(op: str) -> None:
     """Nor over index tensors, which steer where it is written."""
-    pairs = 0
+    refused = 0
     for written, other, memory, arguments in op_calls.overlapping(op):
         before = memory.clone()
         with pytest.raises(RuntimeError, match="must not overlap"):
             op_calls.call_raw(op, arguments)
         assert torch.equal(memory, before), (written, other)
-        pairs += 1
-    assert pairs >= 1
+        refused += 1
+    assert refused
 
 
 def test_fault12_slices_of_one_buffer() -> None:

@@ -231,8 +231,8 @@ struct Division {
 };
 
 struct SequenceScan {
-  int64_t
-      before[kMaxDecodeWarps * kWarpLanes];  ///< units of the sequences before those of each thread
+  /// Units of the sequences before those of each thread.
+  int64_t before[kMaxDecodeWarps * kWarpLanes];
   int64_t units_of_warp[kMaxDecodeWarps];
   int64_t items_of_warp[kMaxDecodeWarps];
 };
