@@ -102,7 +102,7 @@ def table(path: Path, study: Path, figures: str) -> str:
     ]
     origin = (
         f"vLLM {run['vllm']}, {run['gpu']}, torch {run['torch']}, {run['date']}, "
-        f"commit {run['commit']}. {run.get('note', '')}".rstrip()
+        f"commit {run['commit']}.{_of_other_commits(found)} {run.get('note', '')}".rstrip()
     )
     judged = "\n".join(f"- {line}" for line in aims(found))
     return (
@@ -132,6 +132,20 @@ def aims(found: Sequence[Engine]) -> list[str]:
     return lines
 
 
+def _of_other_commits(found: Sequence[Engine]) -> str:
+    """Rows that say so were measured with another commit than the file's."""
+    others: dict[str, list[str]] = {}
+    for engine in found:
+        for (batch, prompt), rows in engine.loads.items():
+            for commit in {row["commit"]: None for row in rows if "commit" in row}:
+                runs = sum(row.get("commit") == commit for row in rows)
+                what = f"{engine.name} at {batch} x {prompt} ({runs} of {len(rows)})"
+                others.setdefault(commit, []).append(what)
+    return "".join(
+        f" Runs of commit {commit}: {', '.join(what)}." for commit, what in others.items()
+    )
+
+
 def _line(load: Load, engine: Engine, base: Engine | None) -> list[str]:
     rows = engine.loads[load]
 
@@ -143,7 +157,7 @@ def _line(load: Load, engine: Engine, base: Engine | None) -> list[str]:
 
     rates = [row["tokens_per_s"] for row in rows]
     rate = f"**{mean(rates):,.0f}**"
-    room = f"{engine.kv_tokens:,.0f}"
+    room = f"{average('kv_tokens'):,.0f}"
     if base is not None:
         room += ratio(engine.kv_tokens, base.kv_tokens)
         if load in base.loads:

@@ -270,7 +270,9 @@ def engines(tmp_path):
     rows[-1]["case"]["dtype"] = "bfloat16"
     shorter = rows[0]["case"] | {"new": 128, "run": 2}
     again = rows[0] | {"tokens_per_s": 6600.0, "steps": 90, "case": shorter}
-    many = rows[2] | {"decoding": 95.4, "case": rows[2]["case"] | {"batch": 256}}
+    many = rows[2] | {
+        "decoding": 95.4, "case": rows[2]["case"] | {"batch": 256}, "commit": "earlier"
+    }  # fmt: skip
     machine = {"gpu": "G", "torch": "3", "date": "4", "commit": "5", "vllm": "6", "note": "Once."}
     path.write_text(json.dumps({**machine, "rows": [*rows, again, many]}))
     return path
@@ -303,7 +305,10 @@ def test_engines_of_vllm(engines, study):
     assert "| 64 x 8192 | other (model in bfloat16) | 64 | **3,200** (1.25x) |" in text
     assert "| 1.50 s | 2,000 (2.00x) |  |" in text
     assert "| 256 x 8192 | float16 | 95 |" in text
-    assert text.endswith("vLLM 6, G, torch 3, 4, commit 5. Once.\n")
+    assert text.endswith(
+        "vLLM 6, G, torch 3, 4, commit 5. Runs of commit earlier: float16 at 256 x 8192 (1 of 1). "
+        "Once.\n"
+    )
     assert f"(figures/{vllm_report.FIGURE})" in text
     assert "\n- 64 x 8192: at least 2.0x; 2.54x, met\n" in text
     assert "\n- 16 x 16384: at least 1.6x; 1.50x, missed\n" in text
