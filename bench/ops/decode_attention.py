@@ -116,7 +116,7 @@ def _cpu_cases() -> list[Case]:
 def _cuda_cases() -> list[Case]:
     shapes: list[tuple[int, int | str]] = [
         (1, 8192), (1, 32768), (1, 131072), (8, 16384), (32, 8192), (64, 16384), (128, 4096),
-        (256, 2048), (64, "1-32768"),
+        (256, 2048), (64, "1-32768"), (64, "8000-8300"), (64, "16000-16384"),
     ]  # fmt: skip
     return [
         *(_case(b, n, g) for b, n in shapes for g in (4, 8)),

@@ -121,6 +121,12 @@ __device__ __forceinline__ DecodePlan usual(DecodePlan plan) {
   return plan;
 }
 
+/// Which full tiles are staged, as far as the division of the work is concerned.
+enum StagedEnds : int {
+  kFirstIsStaged = 1,   ///< the first one of the item
+  kNewestIsStaged = 2,  ///< the last one, if it is not the first
+};
+
 /// The units of a sequence.
 struct SequenceWork {
   int length;
@@ -128,12 +134,16 @@ struct SequenceWork {
   int first_tile;  ///< that any query sees
   int end_tile;
   int unit_tiles;
-  int units;  ///< of an item: at least one, or its output would not be written; the last tile may
-              ///< count as several, and be done with the first of them
+  int units;  ///< of an item: at least one, or its output would not be written; a staged tile may
+              ///< count as several, and is done with the first of them
+  int staged_ends;  ///< kFirstIsStaged, kNewestIsStaged
   int row_blocks;
 
   __device__ __forceinline__ int64_t items(int kv_heads) const {
     return static_cast<int64_t>(row_blocks) * kv_heads;
+  }
+  __device__ __forceinline__ int newest_full(const DecodePlan& plan) const {
+    return (length >> plan.group_shift) - 1;
   }
 };
 
@@ -141,12 +151,22 @@ __device__ __forceinline__ int query_begin(const DecodeParams& p, int64_t seq) {
   return static_cast<int>(p.cu_query_lens.data != nullptr ? p.cu_query_lens[seq] : seq);
 }
 
-/// more: units that an item counts beyond its tiles.
-__device__ __forceinline__ SequenceWork sequence_work(const DecodeParams& p, const DecodePlan& plan,
-                                                      int64_t seq, int more) {
-  SequenceWork w;
+/// Units that a staged tile of so many tokens counts beyond one.
+__device__ __forceinline__ int more_units(const DecodePlan& plan, int tokens) {
+  const unsigned units = static_cast<unsigned>(tokens) * plan.staged_units + (1u << 15);
+  return max(static_cast<int>(units >> 16) - 1, 0);
+}
+
+__device__ __forceinline__ int sequence_length(const DecodeParams& p, int64_t seq) {
   const int64_t length = p.kv.seq_lens[seq];
-  w.length = static_cast<int>(length < 0 ? 0 : length > p.max_seq_len ? p.max_seq_len : length);
+  return static_cast<int>(length < 0 ? 0 : length > p.max_seq_len ? p.max_seq_len : length);
+}
+
+/// An item counts `more` units beyond its tiles, and at least `least`.
+__device__ __forceinline__ SequenceWork sequence_work(const DecodeParams& p, const DecodePlan& plan,
+                                                      int64_t seq, int more, int least) {
+  SequenceWork w;
+  w.length = sequence_length(p, seq);
   w.queries = query_begin(p, seq + 1) - query_begin(p, seq);
   const int oldest = max(w.length - w.queries, 0);
   const int begin = plan.window < 0 ? 0 : max(oldest - plan.window, 0);
@@ -155,17 +175,24 @@ __device__ __forceinline__ SequenceWork sequence_work(const DecodeParams& p, con
   w.end_tile = (w.length + group - 1) >> plan.group_shift;
   w.unit_tiles = 1;
   w.units = w.end_tile - w.first_tile;
-  // Where there is a pool the open tile is in it, and takes the time of several records.
-  const auto open_tokens = static_cast<unsigned>(w.length & (group - 1));
-  if (w.units > 0 && open_tokens != 0) {
-    w.units += max(static_cast<int>((open_tokens * plan.staged_units + (1u << 15)) >> 16) - 1, 0);
-  }
+  w.staged_ends = 0;
   if (plan.split_tiles > 0) {
     const int splits = (w.end_tile + plan.split_tiles - 1) / plan.split_tiles;
     w.unit_tiles = plan.split_tiles * max((splits + kMaxSplits - 1) / kMaxSplits, 1);
     w.units = (w.end_tile + w.unit_tiles - 1) / w.unit_tiles - w.first_tile / w.unit_tiles;
+  } else if (plan.staged_units > 0 && w.units > 0) {
+    // Where there is a pool the open tile is in it, and perhaps the oldest and the newest full one.
+    // They take the time of several records.
+    const auto is_staged = [&](int tile) {
+      return p.kv.block_slot[p.kv.block_table.at(seq, tile)] >= 0;
+    };
+    const int newest = w.newest_full(plan);
+    if (newest >= w.first_tile && is_staged(w.first_tile)) w.staged_ends |= kFirstIsStaged;
+    if (newest > w.first_tile && is_staged(newest)) w.staged_ends |= kNewestIsStaged;
+    w.units += more_units(plan, w.length & (group - 1)) +
+               more_units(plan, group) * __popc(static_cast<unsigned>(w.staged_ends));
   }
-  w.units = max(w.units, 1) + more;
+  w.units = max(max(w.units, 1) + more, least);
   const int rows = 1 << plan.rows_shift;
   w.row_blocks = (w.queries * plan.heads_per_kv + rows - 1) >> plan.rows_shift;
   return w;
@@ -208,6 +235,7 @@ struct Division {
   int teams;  ///< of a block that have a share (those of the last one with shares may be fewer)
   uint64_t inverse;  ///< 2^64 / shares, rounded up; 0: a share is a unit
   int item_units;    ///< of plan, or 0
+  int least_units;   ///< of an item, where nearly all have as many
 
   /// Of a team of the block.
   __device__ __forceinline__ unsigned share_of(int team) const {
@@ -235,6 +263,7 @@ struct SequenceScan {
   int64_t before[kMaxDecodeWarps * kWarpLanes];
   int64_t units_of_warp[kMaxDecodeWarps];
   int64_t items_of_warp[kMaxDecodeWarps];
+  int most_of_warp[kMaxDecodeWarps];
 };
 
 __device__ __forceinline__ int64_t inclusive_scan(int64_t x, int lane) {
@@ -250,22 +279,27 @@ __device__ __forceinline__ int64_t inclusive_scan(int64_t x, int lane) {
 template <int kWarps>
 __device__ __forceinline__ void divide(const DecodeParams& p, const DecodePlan& plan, int chunk,
                                        SequenceScan& scan, Division& division) {
+  constexpr int kWholes = 16;  // of what padding may add one
   const int warp = threadIdx.x / kWarpLanes;
   const int lane = threadIdx.x % kWarpLanes;
   const int64_t first = static_cast<int64_t>(threadIdx.x) * chunk;
   const int64_t end = min(first + chunk, p.kv.seqs);
-  const SequenceWork front = sequence_work(p, plan, 0, 0);
-  bool equal = true;
+  const SequenceWork front = sequence_work(p, plan, 0, 0, 0);
+  bool same_rows = true;
   int64_t units = 0;
   int64_t items = 0;
+  int most = 0;  // units of an item
 #pragma unroll 1
   for (int64_t seq = first; seq < end; ++seq) {
-    const SequenceWork w = sequence_work(p, plan, seq, 0);
+    const SequenceWork w = sequence_work(p, plan, seq, 0, 0);
     units += w.items(p.kv.kv_heads) * w.units;
     items += w.items(p.kv.kv_heads);
-    equal = equal && w.units == front.units && w.row_blocks == front.row_blocks;
+    same_rows = same_rows && w.row_blocks == front.row_blocks;
+    most = max(most, w.units);
   }
-  equal = __syncthreads_and(equal);
+  most = __reduce_max_sync(device::kAllLanes, most);
+  if (lane == 0) scan.most_of_warp[warp] = most;
+  same_rows = __syncthreads_and(same_rows);
   const auto scanned = [&](int64_t own, int64_t (&of_warp)[kMaxDecodeWarps], int64_t& all) {
     const int64_t upto = inclusive_scan(own, lane);
     if (lane == kWarpLanes - 1) of_warp[warp] = upto;
@@ -284,7 +318,20 @@ __device__ __forceinline__ void divide(const DecodeParams& p, const DecodePlan& 
   d.teams = plan.teams;
   d.shares = gridDim.x * static_cast<unsigned>(plan.teams);
   d.inverse = plan.inverse_shares;
-  d.item_units = 0;
+  d.item_units = d.least_units = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) most = max(most, scan.most_of_warp[w]);
+  const int64_t items_of_seq = front.items(p.kv.kv_heads);
+  const int64_t padded = p.kv.seqs * items_of_seq * most;
+  bool equal = same_rows && padded == d.units;
+  if (!equal && same_rows && d.units >= d.shares && plan.item_units > 0 &&
+      padded * kWholes <= d.units * (kWholes + 1)) {
+    // Lengths of a batch that decodes together: equal but for a few tiles.
+    equal = true;
+    d.least_units = most;
+    d.units = padded;
+    before = min(first, p.kv.seqs) * items_of_seq * most;
+  }
   if (!equal && d.units >= d.shares && plan.item_units > 0) {
     int64_t all_items;
     d.item_units = plan.item_units;
@@ -336,7 +383,7 @@ struct Cursor {
     owner += last_of(lane < kWarps && scan.before[owner + lane] <= begin);
     int64_t before = scan.before[owner];
     for (seq = owner * chunk;; ++seq) {
-      work = sequence_work(p, plan, seq, d.item_units);
+      work = sequence_work(p, plan, seq, d.item_units, d.least_units);
       const int64_t units = work.items(p.kv.kv_heads) * work.units;
       if (before + units > begin) break;
       before += units;
@@ -368,7 +415,7 @@ struct Cursor {
         if (++head == p.kv.kv_heads) {
           head = 0;
           do {
-            work = sequence_work(p, plan, ++seq, d.item_units);
+            work = sequence_work(p, plan, ++seq, d.item_units, d.least_units);
           } while (work.row_blocks == 0);
         }
       }
@@ -380,12 +427,25 @@ struct Cursor {
   __device__ __forceinline__ bool ends_item() const { return unit + count == work.units; }
 
  private:
+  /// The first tile that begins with the unit or behind it.
+  __device__ __forceinline__ int tile_of(const DecodePlan& plan, int of_unit) const {
+    if (plan.split_tiles > 0) {
+      const int from = (work.first_tile / work.unit_tiles + of_unit) * work.unit_tiles;
+      return min(max(from, work.first_tile), work.end_tile);
+    }
+    const int more = more_units(plan, 1 << plan.group_shift);
+    const int newest = work.newest_full(plan);
+    int at = of_unit;
+    if (at > 0 && (work.staged_ends & kFirstIsStaged)) at = max(at - more, 1);
+    at += work.first_tile;
+    if (at > newest && (work.staged_ends & kNewestIsStaged)) at = max(at - more, newest + 1);
+    return min(at, work.end_tile);
+  }
+
   __device__ __forceinline__ void open(const DecodeParams& p, const DecodePlan& plan) {
     count = plan.split_tiles > 0 ? 1 : min(left, work.units - unit);
-    const int origin = work.first_tile / work.unit_tiles + unit;
-    tile = max(work.first_tile, origin * work.unit_tiles);
-    tile_end = min(work.end_tile, (origin + count) * work.unit_tiles);
-    tile = min(tile, tile_end);
+    tile = tile_of(plan, unit);
+    tile_end = tile_of(plan, unit + count);
     if (work.row_blocks == 1) return;
     const int rows = 1 << plan.rows_shift;
     const int last_row = min((row_block + 1) * rows, work.queries * plan.heads_per_kv) - 1;

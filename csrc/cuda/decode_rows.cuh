@@ -45,7 +45,7 @@ struct RowPlace {
   __device__ __forceinline__ RowsVisible<kBlocks> rows_visible(const DecodeParams& p,
                                                                const DecodePlan& plan,
                                                                int lane) const {
-    const int length = sequence_work(p, plan, seq, 0).length;
+    const int length = sequence_length(p, seq);
     RowsVisible<kBlocks> v;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
@@ -141,7 +141,7 @@ __device__ __forceinline__ void pack_query(const float (&v)[kDim / 4],
 template <int kBlocks>
 __device__ __forceinline__ void open_item(const DecodeParams& p, const DecodePlan& plan,
                                           const RowPlace& place, WarpRows<kBlocks>& rows) {
-  const int length = sequence_work(p, plan, place.seq, 0).length;
+  const int length = sequence_length(p, place.seq);
   const int last = min(place.first + kBlocks * device::kBlockRows, place.count) - 1;
   rows.seen = {{0, 0}, {0, 0}};
   if (place.first < place.count) {
