@@ -82,14 +82,15 @@ bool is_compiled_for_sm_90() {
 /// Whether a kernel is faster whose warps have a ring of one record each: where the work is so much
 /// that twelve warps a block do it faster than eight, which share it in fewer parts; and with
 /// D = 256, where only four of the eight have room for two records.
-bool wants_one_record(const DecodeParams& p, const Device& device) {
+bool wants_one_record(const DecodeWorkspaceParams& p, const Device& device) {
   constexpr int kItemsOfSm = 3;
-#define KVARN_IS(k, v, g, d) p.kv.format == Format{k, v, g, d} ||
+#define KVARN_IS(k, v, g, d) p.format == Format{k, v, g, d} ||
   const bool has_kernel = KVARN_ONE_RECORD_FORMATS(KVARN_IS) false;
 #undef KVARN_IS
-  const int64_t items = int64_t{p.kv.seqs} * p.kv.kv_heads;
-  return has_kernel &&
-         (p.kv.format.head_dim == 256 || items >= int64_t{kItemsOfSm} * device.multiprocessors) &&
+  const int64_t items = p.seqs * p.kv_heads;
+  return has_kernel && p.tokens == p.seqs && p.split_tokens == 0 &&
+         p.q_heads / p.kv_heads <= device::kBlockRows &&
+         (p.format.head_dim == 256 || items >= int64_t{kItemsOfSm} * device.multiprocessors) &&
          is_compiled_for_sm_90();
 }
 
@@ -149,8 +150,11 @@ struct Workspace {
   int64_t flag_bytes = 0;
   int64_t piece_bytes = 0;
   int64_t warp_piece_bytes = 0;
+  int64_t cut_piece_bytes = 0;
+  int64_t tail_flags = 0;  ///< where they begin
+  bool one_record = false;
 
-  int64_t bytes() const { return flag_bytes + piece_bytes + warp_piece_bytes; }
+  int64_t bytes() const { return flag_bytes + piece_bytes + warp_piece_bytes + cut_piece_bytes; }
 };
 
 Workspace workspace_of(const DecodeWorkspaceParams& p, const Device& device) {
@@ -167,10 +171,17 @@ Workspace workspace_of(const DecodeWorkspaceParams& p, const Device& device) {
   const int64_t parts = shape.parts;
   const int64_t grid = device.multiprocessors;
   const int64_t all = split_tiles > 0 ? max_split_units(p, shape, units) : grid;
-  const int64_t flags = split_tiles > 0 ? all * parts : all * 2;
+  int64_t flags = split_tiles > 0 ? all * parts : all * 2;
+  w.one_record = wants_one_record(p, device);
+  w.tail_flags = flags + grid;
+  if (w.one_record) flags += grid * (1 + kMaxDecodeWarps);
   w.flag_bytes = (flags * int64_t{sizeof(uint64_t)} + kAlignment - 1) / kAlignment * kAlignment;
   w.piece_bytes = all * parts * state_bytes(p.format, shape) * (split_tiles > 0 ? 1 : 2);
   if (split_tiles == 0) w.warp_piece_bytes = grid * kMaxDecodeWarps * state_bytes(p.format, shape);
+  if (w.one_record) {
+    w.warp_piece_bytes *= 2;
+    w.cut_piece_bytes = w.warp_piece_bytes;
+  }
   return w;
 }
 
@@ -318,7 +329,7 @@ Status decode_attention(const DecodeParams& p) {
   plan.out_aligned = is_aligned(p.out) && are_aligned(p.out_stride, 2);
   const bool usual = shape.blocks == 1 && has_own_kernel(f) && is_usual(p, plan);
   const int room = device.shared_of_block - kDecodeStaticBytes;
-  const bool one_record = usual && wants_one_record(p, device);
+  const bool one_record = usual && workspace.one_record;
   const int warps = decode_warps(f, usual, one_record);
   // The two stages of a ring of one record share its bytes.
   plan.teams = std::min(warps / plan.row_parts, room / ((one_record ? 1 : 2) * plan.stage_bytes));
@@ -334,6 +345,10 @@ Status decode_attention(const DecodeParams& p) {
   plan.pieces = reinterpret_cast<float4*>(memory + workspace.flag_bytes);
   plan.warp_pieces =
       reinterpret_cast<float4*>(memory + workspace.flag_bytes + workspace.piece_bytes);
+  plan.tails = one_record;
+  plan.cut_pieces = plan.warp_pieces + workspace.warp_piece_bytes / int64_t{sizeof(float4)};
+  plan.tail_flags = plan.flags + workspace.tail_flags;
+  plan.open_tails = plan.tail_flags - device.multiprocessors;
   const int grid = device.multiprocessors;
   plan.inverse_shares = inverse_of(grid * plan.teams);
   plan.aligned_shares = static_cast<unsigned>(aligned_blocks(sizes, shape, grid) * plan.teams);
@@ -341,7 +356,8 @@ Status decode_attention(const DecodeParams& p) {
     plan.inverse_aligned = inverse_of(static_cast<int>(plan.aligned_shares));
   }
   const int ring_bytes = plan.teams * (one_record ? 1 : plan.stages) * plan.stage_bytes;
-  const int shared_bytes = std::max(ring_bytes, static_cast<int>(warps * state_bytes(f, shape)));
+  const int states = one_record ? 2 * plan.teams : warps;
+  const int shared_bytes = std::max(ring_bytes, static_cast<int>(states * state_bytes(f, shape)));
   const auto go = [&](auto launch) { return launch(p, plan, grid, shared_bytes); };
   if (one_record) {
 #define KVARN_LAUNCH(k, v, g, d) \

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/decode_shared.cuh"
+#include "cuda/decode_tails.cuh"
 
 namespace kvarn::cuda {
 
@@ -29,14 +30,11 @@ class Feeder {
         team_(team),
         lane_(lane) {}
 
-  /// cursor: at the begin of the share.
+  /// cursor: at the begin of the stretch in the team's hand.
   __device__ __forceinline__ void start(const Cursor& cursor) {
-    if (lane_ == 0) {
-      TeamShare& share = shared_.share[team_];
-      share.first = item(cursor);
-      share.cut_at_begin = plan_.split_tiles == 0 && !cursor.begins_item();
-    }
+    begin(cursor);
     open(cursor);
+    flags_ |= kFirstOfStretch;
   }
 
   /// Fills all stages that are free. The warp itself goes on to the next stage it has not used up,
@@ -44,11 +42,11 @@ class Feeder {
   __device__ __forceinline__ void fill() {
     if constexpr (kOneRecord) {
       while ((flags_ & (kEnd | kPending)) == 0) {
+        const bool is_first = (flags_ & kFirstOfStretch) != 0;
         look();
-        if (ahead_ == 0) {
+        if (is_first) {
           ask_for_keys();
           ask_for_values();
-          ++ahead_;
         }
       }
     } else {
@@ -69,6 +67,13 @@ class Feeder {
         ++ahead_;
       }
     }
+  }
+
+  /// kOneRecord: whether the next tile to look at is the last of the stretch, and the team's own
+  /// tail may follow.
+  __device__ __forceinline__ bool comes_to_tail() const {
+    return (flags_ & (kLastPiece | kPending | kEnd)) == kLastPiece && next_ + 1 >= end_of_piece() &&
+           shared_.hand[team_].state == kTailMayFollow;
   }
 
   /// The warp has used up a stage.
@@ -112,8 +117,21 @@ class Feeder {
   }
 
  private:
-  __device__ __forceinline__ static ItemPlace item(const Cursor& c) {
-    return {c.item_start, c.seq, c.head, c.row_block};
+  /// Whether the stretch is of this block, which must know its ends.
+  __device__ __forceinline__ bool is_own() const {
+    return !kOneRecord || shared_.hand[team_].state != kOfOther;
+  }
+  __device__ __forceinline__ StretchEnds& ends() const {
+    return shared_.ends[kOneRecord ? shared_.hand[team_].number : team_];
+  }
+
+  __device__ __forceinline__ void begin(const Cursor& cursor) {
+    if (lane_ == 0 && is_own()) ends().begin(plan_, cursor);
+  }
+
+  /// Whether the stretch that ends is followed by the team's own tail.
+  __device__ __forceinline__ bool goes_on() const {
+    return kOneRecord && shared_.hand[team_].state == kTailFollows;
   }
 
   __device__ __forceinline__ void open(const Cursor& cursor) {
@@ -124,12 +142,7 @@ class Feeder {
              (cursor.count == cursor.left ? kLastPiece : 0);
     if (lane_ == 0) {
       shared_.cursor[team_] = cursor;
-      if (flags_ & kLastPiece) {
-        TeamShare& share = shared_.share[team_];
-        share.cut_at_end = plan_.split_tiles == 0 && !cursor.ends_item();
-        share.middle =
-            share.cut_at_end && share.cut_at_begin && share.first.start == cursor.item_start;
-      }
+      if ((flags_ & kLastPiece) && is_own()) ends().end(plan_, cursor);
     }
     find(cursor);
   }
@@ -161,7 +174,17 @@ class Feeder {
     if (next_ < cursor.tile_end) {
       find(cursor);
     } else {
+      const bool is_tail = kOneRecord && cursor.count == cursor.left;
+      if (is_tail) cursor.left += shared_.division.tail;
       cursor.next(p_, plan_, shared_.division);
+      if (is_tail) {
+        if (lane_ == 0) {
+          TeamHand& hand = shared_.hand[team_];
+          ++hand.number;
+          hand.state = kLast;
+        }
+        begin(cursor);
+      }
       open(cursor);
     }
   }
@@ -184,19 +207,27 @@ class Feeder {
     const int rows = staged_rows();
     const bool is_whole = rows <= device::kStagedTokens;  // with this stage
     const bool is_last = is_whole && next_ + 1 >= end_of_piece();
-    if (is_last && (flags_ & kLastPiece) != 0) flags_ |= kEnd;
+    if (is_last && (flags_ & kLastPiece) != 0 && !goes_on()) flags_ |= kEnd;
     __syncwarp();
     if (lane_ == owner) {
       if (flags_ & kFirstTile) {
         const Cursor& c = shared_.cursor[team_];
-        shared_.piece[at] = {c.seq,  c.head,       c.row_block,
-                             c.unit, c.work.units, static_cast<int>(c.item_start)};
+        shared_.piece[at] = {c.seq,    c.head,       c.row_block,
+                             c.unit,   c.work.units, static_cast<int>(c.item_start),
+                             stretch()};
       }
       shared_.tile[at] = {next_, rows > 0 ? token_ : -1, flags_ | (is_last ? kLastTile : 0)};
       if (plan_.row_parts > 1) device::barrier_arrive(&shared_.told[at]);
     }
     if (rows > 0) run_from_ = next_ + 1;
-    flags_ = (flags_ & ~(kFirstTile | kPartOfTile)) | kPending | (is_whole ? 0 : kPartOfTile);
+    flags_ = (flags_ & ~(kFirstTile | kFirstOfStretch | kPartOfTile)) | kPending |
+             (is_whole ? 0 : kPartOfTile);
+  }
+
+  /// See StagePiece.
+  __device__ __forceinline__ int stretch() const {
+    const TeamHand& hand = shared_.hand[team_];
+    return kOneRecord ? hand.block * 2 * plan_.teams + hand.number : 0;
   }
 
   __device__ __forceinline__ int end_of_piece() const { return shared_.cursor[team_].tile_end; }
@@ -308,8 +339,7 @@ class Feeder {
   const int key_bytes_;
   const int team_;
   const int lane_;
-  int ahead_ = 0;     ///< stages that are filled and that the warp itself has not used up;
-                      ///< kOneRecord: 0 before the first was asked for
+  int ahead_ = 0;     ///< stages that are filled and that the warp itself has not used up
   int stage_ = 0;     ///< to be filled next
   unsigned lap_ = 0;  ///< times round the ring
   int next_;          ///< tile

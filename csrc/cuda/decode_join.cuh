@@ -170,16 +170,18 @@ __device__ __forceinline__ void join_units(const DecodeParams& p, const DecodePl
   }
 }
 
-/// Without: all that the teams of a block, and the blocks, have of the same items. last_pieces: of
-/// the block's warps, in shared memory.
+/// Without: all that the stretches of a block, and the blocks, have of the same items. cut: of each
+/// stretch what it has of an item that goes on behind it, in shared memory; ended: of one that
+/// began before and ends in it, in the workspace. A stretch is a team's share here, unless it has a
+/// tail.
 ///
-/// Border b is that before team b. A run of borders that cut the same item makes one piece of it.
-/// If the item begins and ends in this block that is all of it, and a warp writes it. If not, all
-/// warps together make the piece, for the block where the item ends, which adds up all of them.
+/// Border b is that before stretch b. A run of borders that cut the same item makes one piece of
+/// it. If the item begins and ends in this block that is all of it, and a warp writes it. If not,
+/// all warps together make the piece, for the block where the item ends, which adds up all of them.
 template <int kDim, int kBlocks, int kWarps>
 __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodePlan& plan,
-                                            DecodeShared& shared, int teams,
-                                            const float4* last_pieces, int lane) {
+                                            DecodeShared& shared, int stretches, const float4* cut,
+                                            const float4* ended, int lane) {
   using State = device::SoftmaxState<kDim, kBlocks>;
   constexpr int kStateVectors = State::kVectors * kWarpLanes;
   constexpr int kColumns = kBlocks * State::kTiles;
@@ -198,39 +200,35 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
                     kBlocks * device::kBlockRows);
   };
 
-  // A bit a team.
-  const TeamShare& own = shared.share[min(lane, kWarps - 1)];
-  const unsigned all = (1u << teams) - 1;
+  // A bit a stretch.
+  const StretchEnds& own = shared.ends[min(lane, 2 * kMaxDecodeWarps - 1)];
+  const unsigned all = (1u << stretches) - 1;
   const unsigned begins = __ballot_sync(device::kAllLanes, own.cut_at_begin) & all;
   const unsigned middles = __ballot_sync(device::kAllLanes, own.middle) & all;
-  // Borders at which runs end, and the first team of such a run: behind the last before it that is
-  // no middle.
+  // Borders at which runs end, and the first stretch of such a run: behind the last before it that
+  // is no middle.
   unsigned runs = begins & ~middles;
-  const auto teams_before = [&](int b) { return ~middles & ((1u << b) - 1); };
-  const auto first_team = [&](int b) {
-    return teams_before(b) == 0 ? 0 : 31 - __clz(teams_before(b));
+  const auto others_before = [&](int b) { return ~middles & ((1u << b) - 1); };
+  const auto first_of_run = [&](int b) {
+    return others_before(b) == 0 ? 0 : 31 - __clz(others_before(b));
   };
-  // The part that ended an item is in the workspace.
   const auto pieces_of = [&](int b, int part) {
-    const int from = first_team(b);
+    const int from = first_of_run(b);
     const int stride = parts * kStateVectors;
-    const float4* const cut = last_pieces + (from * parts + part) * kStateVectors;
-    if (b == teams) return Pieces{cut, cut + stride, stride, b - from};
-    return Pieces{
-        plan.warp_pieces +
-            (static_cast<int64_t>(blockIdx.x) * kWarps + b * parts + part) * kStateVectors,
-        cut, stride, b - from + 1};
+    const float4* const of_run = cut + (from * parts + part) * kStateVectors;
+    if (b == stretches) return Pieces{of_run, of_run + stride, stride, b - from};
+    return Pieces{ended + (b * parts + part) * kStateVectors, of_run, stride, b - from + 1};
   };
 
-  const bool back_is_cut = shared.share[teams - 1].cut_at_end;
-  const bool one_item = back_is_cut && teams_before(teams) == 0;  // longer than the block
+  const bool back_is_cut = shared.ends[stretches - 1].cut_at_end;
+  const bool one_item = back_is_cut && others_before(stretches) == 0;  // longer than the block
   const bool front_ends = (begins & 1) != 0 && !one_item;
   const int front_run = __ffs(runs) - 1;  // if the front ends here
   if (front_ends) runs &= runs - 1;
 #pragma unroll 1
   for (int which = kFront; which <= kBack; ++which) {
     if (which == kFront ? !front_ends && !one_item : !back_is_cut || one_item) continue;
-    const int border = which == kFront && front_ends ? front_run : teams;
+    const int border = which == kFront && front_ends ? front_run : stretches;
 #pragma unroll 1
     for (int i = warp; i < parts * kColumns; i += kWarps) {
       const int part = i / kColumns;
@@ -262,7 +260,7 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
       for (int k = 0; k < pieces.count; ++k) {
         state.merge(k == 0 ? pieces.first : pieces.rest + (k - 1) * pieces.stride, lane);
       }
-      write_rows(p, plan, rows_of(shared.share[b].first, part), lane, state);
+      write_rows(p, plan, rows_of(shared.ends[b].first, part), lane, state);
     }
   }
 
@@ -282,7 +280,7 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
     const Pieces pieces{block_piece(from, kBack) + part * kStateVectors,
                         block_piece(from + 1, kFront) + part * kStateVectors,
                         int64_t{2} * parts * kStateVectors, count};
-    write_column<kDim, kBlocks>(p, plan, rows_of(shared.share[0].first, part), column,
+    write_column<kDim, kBlocks>(p, plan, rows_of(shared.ends[0].first, part), column,
                                 join_column<kOfBlocks, kDim, kBlocks>(pieces, column, lane), lane);
   }
   __syncthreads();  // all have seen the flags

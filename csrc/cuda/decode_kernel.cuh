@@ -78,6 +78,82 @@ __device__ __forceinline__ int teams_of_block(const volatile Division& d) {
   return uniform(max(min(left, d.teams), 0));
 }
 
+constexpr int kNewStretch = -1;
+
+/// The tail of the team's share to its hand, if no other block has taken it.
+__device__ __forceinline__ void take_own_tail(const DecodePlan& plan, DecodeShared& shared,
+                                              int team, int lane) {
+  const bool taken = take_tail(plan, static_cast<int>(blockIdx.x), team, lane);
+  if (lane == 0) {
+    shared.hand[team].state = taken ? kTailFollows : kLast;
+    shared.lost_tail[team] = !taken;
+  }
+  __syncwarp();
+}
+
+/// What a team of one warp does next, to its hand: its share, its own tail, or that of another
+/// team. False: nothing is left.
+__device__ __forceinline__ bool next_stretch(const DecodePlan& plan, DecodeShared& shared,
+                                             int lane) {
+  const int team = own_warp();
+  TeamHand& hand = shared.hand[team];
+  __syncwarp();
+  const int state = uniform(hand.state);
+  const bool has_tails = uniform(shared.division.tail) > 0;
+  bool is_next = state == kShare;
+  if (is_next) {
+    if (lane == 0) hand.state = has_tails ? kTailMayFollow : kLast;
+  } else if (has_tails) {
+    if (state == kOfOther) {
+      if (lane == 0) {
+        raise_flag(plan, plan.tail_flags + int64_t{hand.block} * plan.teams + hand.number / 2);
+      }
+    } else if (state == kTailMayFollow) {
+      take_own_tail(plan, shared, team, lane);
+      is_next = uniform(hand.state) == kTailFollows;
+      __syncwarp();
+      if (is_next && lane == 0) {
+        ++hand.number;
+        hand.state = kLast;
+      }
+    }
+    __syncwarp();
+    if (!is_next) is_next = find_tail(plan, shared.division, hand, team, lane);
+  }
+  __syncwarp();
+  return is_next;
+}
+
+/// What a team begins with, to its hand.
+__device__ __forceinline__ void take_share(DecodeShared& shared, int team, int lane,
+                                           bool has_share) {
+  if (lane == 0) {
+    shared.hand[team] = {static_cast<int>(blockIdx.x), team * shared.division.stretches_of_share(),
+                         has_share ? kShare : kLast};
+    shared.lost_tail[team] = false;
+  }
+  __syncwarp();
+}
+
+/// The tail of the team's share, which another block has taken: waits for it, and finds its ends.
+template <int kWarps>
+__device__ __forceinline__ void wait_for_tail(const DecodeParams& p, const DecodePlan& plan,
+                                              DecodeShared& shared, int chunk, int team, int lane) {
+  const int number = 2 * team + 1;
+  StretchEnds& ends = shared.ends[number];
+  const int block = static_cast<int>(blockIdx.x);
+  Cursor cursor;
+  cursor.template start<kWarps>(p, plan, shared.division, shared.scan, chunk,
+                                shared.division.stretch(block, number));
+  if (lane == 0) ends.begin(plan, cursor);
+  while (cursor.count != cursor.left) cursor.next(p, plan, shared.division);
+  if (lane > 0) return;
+  ends.end(plan, cursor);
+  uint64_t* const flag = plan.tail_flags + int64_t{block} * plan.teams + team;
+  wait_for_flag(plan, flag);
+  *flag = 0;  // the same launch may be played again
+}
+
 template <class F, int kBlocks>
 __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
     decode_kernel(const __grid_constant__ DecodeParams params,
@@ -115,10 +191,14 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   }
   device::wait_for_previous();
   ask_for_inputs<kThreads>(p);
-  const int chunk = static_cast<int>((p.kv.seqs + kThreads - 1) / kThreads);
-  divide<F::kWarps>(p, plan, chunk, shared.scan, shared.division);
+  // Computed anew where it is wanted: no register holds it meanwhile.
+  const auto chunk = [&] { return static_cast<int>((p.kv.seqs + kThreads - 1) / kThreads); };
+  divide<F::kWarps>(p, plan, chunk(), shared.scan, shared.division);
   TileWorker<F, kBlocks> worker{p, plan, lane};
-  if (team < teams_of_block(shared.division)) {
+  const bool has_share = team < teams_of_block(shared.division);
+  if (has_share || (F::kOneRecord && team < plan.teams)) {
+    take_share(shared, team, lane, has_share);
+    if (!has_share) __nanosleep(2000);  // until all blocks have opened their tails
     uint8_t* const ring = rings + team * (F::kOneRecord ? 1 : plan.stages) * stage_bytes;
     Feeder<F::kOneRecord> feeder(p, plan, shared, ring, stage_bytes, F::layout(plan), team, lane);
     const auto piece = [&]() -> StagePiece& { return shared.current[own_warp()]; };
@@ -129,28 +209,34 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
     // wait long.
     QueryWords<kDim, kBlocks> words;
     bool has_words = kQueryAhead;
-    {
-      Cursor cursor;
-      cursor.template start<F::kWarps>(p, plan, shared.division, shared.scan, chunk,
-                                       shared.division.share_of(team));
-      if (kQueryAhead) {
-        words.load(p, plan,
-                   RowPlace(p, plan, cursor.seq, cursor.head, cursor.row_block, part,
-                            kBlocks * device::kBlockRows),
-                   lane);
-      }
-      if (part == 0) feeder.start(cursor);
-    }
-    int run = 0;   // tiles that need nothing but to be used up and replaced
-    int turn = 0;  // stage, and stages more on every second lap: one register for both
+    int turn = 0;           // stage, and stages more on every second lap: one register for both
+    int run = kNewStretch;  // tiles that need nothing but to be used up and replaced
 #pragma unroll 1
     for (;;) {
+      if (run == kNewStretch) {
+        run = 0;
+        if (F::kOneRecord && uniform(next_stretch(plan, shared, lane) ? 1 : 0) == 0) break;
+        Cursor cursor;
+        const TeamHand& hand = shared.hand[own_warp() >> plan.parts_shift];
+        cursor.template start<F::kWarps>(p, plan, shared.division, shared.scan, chunk(),
+                                         shared.division.stretch(hand.block, hand.number));
+        if (kQueryAhead) {
+          words.load(p, plan,
+                     RowPlace(p, plan, cursor.seq, cursor.head, cursor.row_block, part,
+                              kBlocks * device::kBlockRows),
+                     lane);
+        }
+        if (part == 0) feeder.start(cursor);
+      }
       const unsigned parity = turn >= plan.stages ? 1 : 0;
       const int stage = turn - (parity ? plan.stages : 0);
       const int at = team * plan.stages + stage;
       StageTile tile{0, -1, 0};
       const auto place = [&] { return rows_of(piece()); };
       if (run == 0) {
+        if (F::kOneRecord && uniform(feeder.comes_to_tail() ? 1 : 0) != 0) {
+          take_own_tail(plan, shared, team, lane);
+        }
         if (part == 0) feeder.fill();
         if (plan.row_parts > 1) device::barrier_wait(&shared.told[at], parity);
         __syncwarp();
@@ -185,8 +271,9 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
           }
         }
         // At the begin (later, now and then, it is the same).
-        if (threadIdx.x == 0 && turn == 0 && (tile.flags & kFirstTile)) {
-          shared.front_block = shared.division.block_of(shared.share[0].first.start);
+        if (threadIdx.x == 0 && turn == 0 && (tile.flags & kFirstTile) &&
+            shared.hand[0].state != kOfOther) {
+          shared.front_block = shared.division.block_of(shared.ends[0].first.start);
         }
         if (kRuns && p.logits_soft_cap == 0.f) {
           run = uniform(feeder.run_length(worker.rows.seen.all));
@@ -259,13 +346,18 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
         worker.state.store(plan.pieces + unit * kStateVectors, lane);
         __syncwarp();
         if (!(tile.flags & kEndsItem) && lane == 0) raise_flag(plan, plan.flags + unit);
+      } else if (F::kOneRecord) {
+        float4* const pieces = tile.flags & kEndsItem ? plan.warp_pieces : plan.cut_pieces;
+        worker.state.store(pieces + int64_t{piece().stretch} * kStateVectors, lane);
       } else if (!(tile.flags & kBeginsItem) && (tile.flags & kEndsItem)) {
         worker.state.store(
             plan.warp_pieces +
                 (static_cast<int64_t>(blockIdx.x) * F::kWarps + own_warp()) * kStateVectors,
             lane);
       }
-      if (tile.flags & kEnd) break;
+      if (!(tile.flags & kEnd)) continue;
+      if (!F::kOneRecord) break;
+      run = kNewStretch;
     }
   }
   const int teams = teams_of_block(shared.division);
@@ -273,19 +365,40 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   if (plan.split_tiles > 0) {
     if (team >= teams) return;
     Cursor cursor;
-    cursor.template start<F::kWarps>(p, plan, shared.division, shared.scan, chunk,
-                                     shared.division.share_of(team));
+    cursor.template start<F::kWarps>(p, plan, shared.division, shared.scan, chunk(),
+                                     shared.division.stretch(static_cast<int>(blockIdx.x), team));
     join_units<kDim, kBlocks>(p, plan, shared.division, cursor, part, lane);
     return;
   }
-  __syncthreads();  // the rings are free
-  auto* const last_pieces = reinterpret_cast<float4*>(rings);
+  auto* const cut = reinterpret_cast<float4*>(rings);
   const int own_team = own_warp() >> plan.parts_shift;
-  if (own_team < teams && shared.share[own_team].cut_at_end) {
-    worker.state.store(last_pieces + own_warp() * kStateVectors, lane);
+  if constexpr (F::kOneRecord) {
+    if (own_team < teams && shared.lost_tail[own_team]) {
+      wait_for_tail<F::kWarps>(p, plan, shared, chunk(), own_team, lane);
+    }
+    __syncthreads();  // the rings are free
+    const int stretches = teams * shared.division.stretches_of_share();
+    const int64_t first = int64_t{blockIdx.x} * 2 * plan.teams * kStateVectors;
+    for (int i = own_warp(); i < stretches; i += F::kWarps) {
+      if (!shared.ends[i].cut_at_end) continue;
+#pragma unroll
+      for (int v = lane; v < kStateVectors; v += kWarpLanes) {
+        cut[i * kStateVectors + v] = load_piece(plan.cut_pieces + first + i * kStateVectors + v);
+      }
+    }
+    __syncthreads();
+    join_shares<kDim, kBlocks, F::kWarps>(p, plan, shared, stretches, cut, plan.warp_pieces + first,
+                                          lane);
+  } else {
+    __syncthreads();  // the rings are free
+    if (own_team < teams && shared.ends[own_team].cut_at_end) {
+      worker.state.store(cut + own_warp() * kStateVectors, lane);
+    }
+    __syncthreads();
+    const int64_t first = int64_t{blockIdx.x} * F::kWarps * kStateVectors;
+    join_shares<kDim, kBlocks, F::kWarps>(p, plan, shared, teams, cut, plan.warp_pieces + first,
+                                          lane);
   }
-  __syncthreads();
-  join_shares<kDim, kBlocks, F::kWarps>(p, plan, shared, teams, last_pieces, lane);
 }
 
 }  // namespace kvarn::cuda

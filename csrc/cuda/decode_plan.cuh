@@ -24,6 +24,7 @@ inline constexpr int kMaxDecodeWarps = 12;  ///< of a block, see decode_warps()
 inline constexpr int kMaxSplits = 128;      ///< of an item: longer sequences have longer splits
 inline constexpr int kDecodeStaticBytes = 10240;  ///< room for DecodeShared
 inline constexpr int kMaxStages = 32;             ///< of all rings of a block
+inline constexpr int64_t kMaxTail = 1 << 20;
 
 /// The warps of a block. Twelve hide more of each other's latencies, if the registers suffice.
 /// one_record: the ring of each is one record.
@@ -81,10 +82,14 @@ struct DecodePlan {
   bool q_aligned;
   bool out_aligned;
   RecordLayout layout;
-  uint64_t launch;      ///< a number that no flag has by chance
-  uint64_t* flags;      ///< of pieces: [grid][2]; with splits: [units][row_parts]
-  float4* pieces;       ///< of blocks: [grid][2][row_parts]; with splits: [units][row_parts]
-  float4* warp_pieces;  ///< [grid][warps]
+  uint64_t launch;       ///< a number that no flag has by chance
+  uint64_t* flags;       ///< of pieces: [grid][2]; with splits: [units][row_parts]
+  float4* pieces;        ///< of blocks: [grid][2][row_parts]; with splits: [units][row_parts]
+  float4* warp_pieces;   ///< [grid][warps]; with tails [grid][2 teams]
+  bool tails;            ///< shares may have some; then also:
+  float4* cut_pieces;    ///< [grid][2 teams]
+  uint64_t* open_tails;  ///< [grid], see decode_tails.cuh
+  uint64_t* tail_flags;  ///< [grid][teams]
 };
 
 /// The case of most decode steps: one query token a sequence, a warp for its rows, 32-bit indices
@@ -130,9 +135,9 @@ struct SequenceWork {
   int unit_tiles;
   int units;  ///< of an item: at least one, or its output would not be written; a staged tile may
               ///< count as several, and is done with the first of them
-  int front_more;    ///< units more that the first tile counts
-  int last_full;     ///< tile
-  int recent_more;   ///< units more that it counts, if it is not the first
+  int front_more;   ///< units more that the first tile counts
+  int last_full;    ///< tile
+  int recent_more;  ///< units more that it counts, if it is not the first
   int row_blocks;
 
   __device__ __forceinline__ int64_t items(int kv_heads) const {
@@ -219,6 +224,17 @@ __device__ __forceinline__ VisibleRange visible_range(const DecodeParams& p, con
   return {{b.begin, a.end}, {a.begin, b.end}};
 }
 
+/// The tails of shares that nobody does yet: a bit a team in a word of each block, below bits that
+/// only this launch has. Who takes the bit away does the tail. A launch leaves no bit, so that
+/// the same one may be played again.
+inline constexpr uint64_t kTailBits = (uint64_t{1} << 16) - 1;
+static_assert(kMaxDecodeWarps <= 16);
+
+__device__ __forceinline__ void open_tails(const DecodePlan& plan, int block, int teams) {
+  const uint64_t word = (plan.launch & ~kTailBits) | ((uint64_t{1} << teams) - 1);
+  asm volatile("st.relaxed.gpu.u64 [%0], %1;" ::"l"(plan.open_tails + block), "l"(word) : "memory");
+}
+
 /// The units of the whole batch and their division.
 struct Division {
   int64_t units;
@@ -227,15 +243,31 @@ struct Division {
   uint64_t inverse;  ///< 2^64 / shares, rounded up; 0: a share is a unit
   int item_units;    ///< of plan, or 0
   int least_units;   ///< of an item, where nearly all have as many
+  int tail;          ///< units of the tail of each share; 0: there are none (decode_tails.cuh)
 
-  /// Of a team of the block.
-  __device__ __forceinline__ unsigned share_of(int team) const {
-    return blockIdx.x * static_cast<unsigned>(teams) + static_cast<unsigned>(team);
+  __device__ __forceinline__ int teams_of(unsigned block) const {
+    return max(min(static_cast<int>(shares - block * static_cast<unsigned>(teams)), teams), 0);
   }
   /// units * share / shares.
   __device__ __forceinline__ int64_t share_begin(unsigned share) const {
     if (inverse == 0) return share;
     return share == shares ? units : static_cast<int64_t>(__umul64hi(units * share, inverse));
+  }
+  /// What a team does in one go: its share, or that without its tail, or the tail.
+  struct Stretch {
+    int64_t begin;
+    int units;
+  };
+  __device__ __forceinline__ int stretches_of_share() const { return tail > 0 ? 2 : 1; }
+  /// Number `number` of a block.
+  __device__ __forceinline__ Stretch stretch(int block, int number) const {
+    const int team = number / stretches_of_share();
+    const auto share =
+        static_cast<unsigned>(block) * static_cast<unsigned>(teams) + static_cast<unsigned>(team);
+    const int64_t begin = share_begin(share);
+    const int64_t end = share_begin(share + 1);
+    const bool is_tail = tail > 0 && number % 2 == 1;
+    return {is_tail ? end - tail : begin, is_tail ? tail : static_cast<int>(end - begin) - tail};
   }
   /// The block with a unit.
   __device__ __forceinline__ int block_of(int64_t unit) const {
@@ -248,6 +280,15 @@ struct Division {
     return static_cast<int>(share / static_cast<unsigned>(teams));
   }
 };
+
+/// Units of the tail of a share of so many, at least.
+__device__ __forceinline__ int tail_of(int64_t units) {
+  constexpr int kShare = 14;  // of it
+  constexpr int kLeast = 2;
+  return units < 8 * kLeast
+             ? 0
+             : max(static_cast<int>(min(units, kMaxTail * int64_t{kShare})) / kShare, kLeast);
+}
 
 struct SequenceScan {
   /// Units of the sequences before those of each thread.
@@ -309,7 +350,7 @@ __device__ __forceinline__ void divide(const DecodeParams& p, const DecodePlan& 
   d.teams = plan.teams;
   d.shares = gridDim.x * static_cast<unsigned>(plan.teams);
   d.inverse = plan.inverse_shares;
-  d.item_units = d.least_units = 0;
+  d.item_units = d.least_units = d.tail = 0;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) most = max(most, scan.most_of_warp[w]);
   const int64_t items_of_seq = front.items(p.kv.kv_heads);
@@ -339,20 +380,24 @@ __device__ __forceinline__ void divide(const DecodeParams& p, const DecodePlan& 
     d.shares = plan.aligned_shares;
     d.inverse = plan.inverse_aligned;
   }
+  if (plan.tails && d.inverse != 0) d.tail = tail_of(d.share_begin(1));
   scan.before[threadIdx.x] = before;
-  if (threadIdx.x == 0) division = d;
+  if (threadIdx.x == 0) {
+    division = d;
+    if (d.tail > 0) open_tails(plan, static_cast<int>(blockIdx.x), d.teams_of(blockIdx.x));
+  }
   __syncthreads();
 }
 
-/// Walks through the units of a share, piece after piece: what the share has of an item or, with
-/// splits, one split.
+/// Walks through the units of a stretch, piece after piece: what it has of an item or, with splits,
+/// one split.
 struct Cursor {
   int seq;
   int head;
   int row_block;
   int unit;   ///< first unit of the piece
   int count;  ///< units of the piece
-  int left;   ///< units of the share from the piece on
+  int left;   ///< units of the stretch from the piece on
   int tile;
   int tile_end;
   int64_t item_start;  ///< number of the item's first unit in the whole batch
@@ -361,9 +406,9 @@ struct Cursor {
   template <int kWarps>
   __device__ __forceinline__ void start(const DecodeParams& p, const DecodePlan& plan,
                                         const Division& d, const SequenceScan& scan, int chunk,
-                                        unsigned share) {
-    const int64_t begin = d.share_begin(share);
-    left = static_cast<int>(d.share_begin(share + 1) - begin);
+                                        const Division::Stretch& stretch) {
+    const int64_t begin = stretch.begin;
+    left = stretch.units;
     // The last thread whose sequences begin at or before `begin`: first of every kWarps-th, then of
     // those behind it.
     const auto last_of = [&](bool is) {
