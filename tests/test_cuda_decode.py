@@ -27,7 +27,7 @@ MORE_WARPS = [
     Format(*args)
     for args in [
         ("kvarn_k4v2_g128", 128), ("kvarn_k4v4_g128", 128), ("kvarn_k4v2_g128", 256),
-        ("kvarn_k4v2_g128", 64), ("kvarn_k4v2_g64", 128),
+        ("kvarn_k4v2_g128", 64), ("kvarn_k4v2_g64", 128), ("kvarn_k2v2_g128", 128),
     ]
 ]  # fmt: skip
 
@@ -289,6 +289,34 @@ def test_long_sequences_that_fill_the_device(fmt: Format) -> None:
     result = ops.decode_attention(q.to(DEVICE), **paged, return_lse=True)
     exact = expected(case, q, [count], causal=False)
     assert_near(result, exact, torch.finfo(torch.float16).eps)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 8])
+@pytest.mark.parametrize("staged", [None, (), (1,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("shortest", [896, 1000, 1022])
+def test_nearly_equal_lengths(shortest: int, staged: tuple[int, ...] | None, kv_heads: int) -> None:
+    # Divided as if all were as long as the longest, unless they differ by an open tile. Two
+    # kernels, by the number of items; one is without tokens, as rows of padding are.
+    lengths = [shortest + i % 6 for i in range(50)]
+    lengths[37] = 0
+    case = Case(
+        K4V2, lengths, kv_heads=kv_heads, dtype=torch.float16, staged=staged or (),
+        first_staged=staged is not None,
+    )  # fmt: skip
+    check(case, 4 * kv_heads)
+    check(case, kv_heads, window_left=500)
+    check(case, kv_heads, [3 if length > 0 else 0 for length in lengths])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 5])
+@pytest.mark.parametrize("staged", [None, (), (1,), (0, 1), (1, 2)], ids=str)
+def test_staged_tiles_count_by_their_bytes(staged: tuple[int, ...] | None, kv_heads: int) -> None:
+    # Also where the oldest is the newest. With one head some shares are parts of such a tile.
+    case = Case(
+        K4V2, [*range(1, 131), *range(250, 260), *range(380, 388), 640, 700], kv_heads=kv_heads,
+        dtype=torch.float16, staged=staged or (), first_staged=staged is not None,
+    )  # fmt: skip
+    check(case, 4 * kv_heads)
 
 
 @pytest.mark.parametrize("ratio", RATIOS)

@@ -121,6 +121,12 @@ __device__ __forceinline__ DecodePlan usual(DecodePlan plan) {
   return plan;
 }
 
+/// Which full tiles are staged, as far as the division of the work is concerned.
+enum StagedEnds : int {
+  kFirstIsStaged = 1,   ///< the first one of the item
+  kNewestIsStaged = 2,  ///< the last one, if it is not the first
+};
+
 /// The units of a sequence.
 struct SequenceWork {
   int length;
@@ -130,18 +136,25 @@ struct SequenceWork {
   int unit_tiles;
   int units;  ///< of an item: at least one, or its output would not be written; a staged tile may
               ///< count as several, and is done with the first of them
-  int front_more;    ///< units more that the first tile counts
-  int last_full;     ///< tile
-  int recent_more;   ///< units more that it counts, if it is not the first
+  int staged_ends;  ///< kFirstIsStaged, kNewestIsStaged
   int row_blocks;
 
   __device__ __forceinline__ int64_t items(int kv_heads) const {
     return static_cast<int64_t>(row_blocks) * kv_heads;
   }
+  __device__ __forceinline__ int newest_full(const DecodePlan& plan) const {
+    return (length >> plan.group_shift) - 1;
+  }
 };
 
 __device__ __forceinline__ int query_begin(const DecodeParams& p, int64_t seq) {
   return static_cast<int>(p.cu_query_lens.data != nullptr ? p.cu_query_lens[seq] : seq);
+}
+
+/// Units that a staged tile of so many tokens counts beyond one.
+__device__ __forceinline__ int more_units(const DecodePlan& plan, int tokens) {
+  const unsigned units = static_cast<unsigned>(tokens) * plan.staged_units + (1u << 15);
+  return max(static_cast<int>(units >> 16) - 1, 0);
 }
 
 __device__ __forceinline__ int sequence_length(const DecodeParams& p, int64_t seq) {
@@ -162,8 +175,7 @@ __device__ __forceinline__ SequenceWork sequence_work(const DecodeParams& p, con
   w.end_tile = (w.length + group - 1) >> plan.group_shift;
   w.unit_tiles = 1;
   w.units = w.end_tile - w.first_tile;
-  w.last_full = (w.length >> plan.group_shift) - 1;
-  w.front_more = w.recent_more = 0;
+  w.staged_ends = 0;
   if (plan.split_tiles > 0) {
     const int splits = (w.end_tile + plan.split_tiles - 1) / plan.split_tiles;
     w.unit_tiles = plan.split_tiles * max((splits + kMaxSplits - 1) / kMaxSplits, 1);
@@ -171,17 +183,14 @@ __device__ __forceinline__ SequenceWork sequence_work(const DecodeParams& p, con
   } else if (plan.staged_units > 0 && w.units > 0) {
     // Where there is a pool the open tile is in it, and perhaps the oldest and the newest full one.
     // They take the time of several records.
-    const auto more_of = [&](int tokens) {
-      const unsigned units = static_cast<unsigned>(tokens) * plan.staged_units + (1u << 15);
-      return max(static_cast<int>(units >> 16) - 1, 0);
-    };
     const auto is_staged = [&](int tile) {
       return p.kv.block_slot[p.kv.block_table.at(seq, tile)] >= 0;
     };
-    if (const int open = w.length & (group - 1); open != 0) w.units += more_of(open);
-    if (w.last_full >= w.first_tile && is_staged(w.first_tile)) w.front_more = more_of(group);
-    if (w.last_full > w.first_tile && is_staged(w.last_full)) w.recent_more = more_of(group);
-    w.units += w.front_more + w.recent_more;
+    const int newest = w.newest_full(plan);
+    if (newest >= w.first_tile && is_staged(w.first_tile)) w.staged_ends |= kFirstIsStaged;
+    if (newest > w.first_tile && is_staged(newest)) w.staged_ends |= kNewestIsStaged;
+    w.units += more_units(plan, w.length & (group - 1)) +
+               more_units(plan, group) * __popc(static_cast<unsigned>(w.staged_ends));
   }
   w.units = max(max(w.units, 1) + more, least);
   const int rows = 1 << plan.rows_shift;
@@ -424,8 +433,12 @@ struct Cursor {
       const int from = (work.first_tile / work.unit_tiles + of_unit) * work.unit_tiles;
       return min(max(from, work.first_tile), work.end_tile);
     }
-    int at = work.first_tile + (of_unit == 0 ? 0 : max(of_unit - work.front_more, 1));
-    if (at > work.last_full) at = max(at - work.recent_more, work.last_full + 1);
+    const int more = more_units(plan, 1 << plan.group_shift);
+    const int newest = work.newest_full(plan);
+    int at = of_unit;
+    if (at > 0 && (work.staged_ends & kFirstIsStaged)) at = max(at - more, 1);
+    at += work.first_tile;
+    if (at > newest && (work.staged_ends & kNewestIsStaged)) at = max(at - more, newest + 1);
     return min(at, work.end_tile);
   }
 
