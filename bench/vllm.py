@@ -4,8 +4,9 @@ One engine with random weights in the shape of a model; for each case ``batch:pr
 requests with random prompts and without prefix hits. What is measured begins when as many have a
 token as will have one before the first is finished: all, or as many as the cache has room for. It
 ends, and the requests with it, when the first is finished. Rows of op "vllm", saved after each
-case; what is measured again is a further row. An engine takes most of the GPU's memory, so a
-process has one: run it again for each cache dtype, with the same ``--out``.
+case; what is measured again, in the same process or another, is a further row. An engine takes
+most of the GPU's memory, so a process has one: run it again for each cache dtype, with the same
+``--out``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,22 +26,9 @@ import numpy as np
 from bench import record
 from kvarn import Format
 
-#: Of Qwen3-8B.
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "head_dim": 128,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 40960,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-    "rope_theta": 1000000,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 151936,
-}
+#: The shape of Qwen3-8B. Where the folder is, is part of the name of what vLLM compiles and keeps:
+#: the next process with the same cache dtype need not compile it.
+_MODEL = Path(__file__).parent / "qwen3-8b"
 _MAX_NUM_SEQS = 256
 _CAPTURED = [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256]  #: batch sizes of the CUDA graphs
 
@@ -71,12 +58,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.vllm", description=__doc__)
     parser.add_argument("--cache", default="auto", help="the cache dtype; auto: that of the model")
     parser.add_argument("--dtype", default="float16", help="of the model")
-    parser.add_argument("--model", help="a folder with a config.json (default: Qwen3-8B's)")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=_MODEL,
+        help="a folder with a config.json (default: Qwen3-8B's)",
+    )
     parser.add_argument(
         "--cases", type=Case.parse, nargs="+", metavar="BATCH:PROMPT:NEW",
         default=[Case(64, 8192, 176), Case(16, 16384, 160), Case(256, 8192, 264)],
         help="default: so many tokens that all requests decode for about 128 steps, in which each "
-        "fills one tile of 128",
+        "fills one tile of 128; a case that is named twice is measured twice",
     )  # fmt: skip
     parser.add_argument("--engine", type=json.loads, default={}, help="arguments of LLM, as JSON")
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
@@ -86,26 +78,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
     import vllm
 
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
-        llm = vllm.LLM(
-            **{
-                "model": args.model or folder,
-                "load_format": "dummy",
-                "skip_tokenizer_init": True,
-                "dtype": args.dtype,
-                "kv_cache_dtype": args.cache,
-                "gpu_memory_utilization": 0.9,
-                "enable_prefix_caching": False,
-                "max_num_seqs": _MAX_NUM_SEQS,
-                "compilation_config": {"cudagraph_capture_sizes": _CAPTURED},
-                "disable_log_stats": True,
-                "seed": 0,
-            }
-            | args.engine
-        )
-        facts = record.machine(torch.device("cuda"), args.commit) | {"vllm": vllm.__version__}
-        measure(llm.llm_engine, args.cache, args.dtype, args.cases, facts, args.out)
+    llm = vllm.LLM(
+        **{
+            "model": str(args.model),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": args.dtype,
+            "kv_cache_dtype": args.cache,
+            "gpu_memory_utilization": 0.9,
+            "enable_prefix_caching": False,
+            "max_num_seqs": _MAX_NUM_SEQS,
+            "compilation_config": {"cudagraph_capture_sizes": _CAPTURED},
+            "disable_log_stats": True,
+            "seed": 0,
+        }
+        | args.engine
+    )
+    facts = record.machine(torch.device("cuda"), args.commit) | {"vllm": vllm.__version__}
+    measure(llm.llm_engine, args.cache, args.dtype, args.cases, facts, args.out)
     return 0
 
 

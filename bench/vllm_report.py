@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FIGURE, TITLE = "h200-vllm.svg", "A vLLM engine, Qwen3-8B's shape"
 _HEAD = (
-    "requests x prompt", "cache", "decoding", "tokens/s", "ms a step", "median", "prompts",
+    "requests x prompt", "cache", "decoding", "tokens/s", "ms a step", "median", "steps", "prompts",
     "room, tokens", "KL",
 )  # fmt: skip
 #: What was aimed at: the least ratio to the cache in float16, by load; None: of the room.
@@ -26,25 +26,29 @@ AIMED, AIMS = "kvarn_k4v2_g128", {(64, 8192): 2.0, (16, 16384): 1.6, (256, 8192)
 _COLORS = ("#bbbbbb", "#777777", "#ee6677", "#ccbb44", "#4477aa", "#228833", "#aa3377", "#66ccee")
 
 
+Load = tuple[int, int]  #: requests, tokens of each prompt
+
+
 @dataclass
 class Engine:
     """A cache dtype of an engine.
 
     Attributes:
-        name: the cache dtype; of the model, if the cache has that.
+        name: the cache dtype, and that of the model if it is not float16; only that of the model,
+            if the cache has it.
         kl: of the next-token distribution, in nats; None: not measured.
-        loads: the rows of each load, ``(batch, prompt, new)``: one a run.
+        loads: the rows of each load: one a run.
     """
 
     name: str
     kl: float | None
-    loads: dict[tuple[int, int, int], list[Row]] = field(default_factory=dict)
+    loads: dict[Load, list[Row]] = field(default_factory=dict)
 
     @property
     def kv_tokens(self) -> float:
         return mean(row["kv_tokens"] for rows in self.loads.values() for row in rows)
 
-    def rate(self, load: tuple[int, int, int]) -> float:
+    def rate(self, load: Load) -> float:
         """Tokens a second, the mean of the runs."""
         return mean(row["tokens_per_s"] for row in self.loads[load])
 
@@ -56,9 +60,11 @@ def engines(rows: Sequence[Row], study: Path) -> list[Engine]:
         case = row["case"]
         plain = case["cache"] == "auto"
         name = case["dtype"] if plain else case["cache"]
+        if not plain and case["dtype"] != "float16":
+            name += f" (model in {case['dtype']})"
         if name not in found:
             found[name] = Engine(name, 0.0 if plain else divergence(case["cache"], study))
-        load = (case["batch"], case["prompt"], case["new"])
+        load = (case["batch"], case["prompt"])
         found[name].loads.setdefault(load, []).append(row)
     order = list(found)
     return sorted(found.values(), key=lambda e: (e.kl != 0.0, e.kv_tokens, order.index(e.name)))
@@ -96,11 +102,12 @@ def table(path: Path, study: Path, figures: str) -> str:
     ]
     origin = (
         f"vLLM {run['vllm']}, {run['gpu']}, torch {run['torch']}, {run['date']}, "
-        f"commit {run['commit']}. {run.get('note', '')}".rstrip()
+        f"commit {run['commit']}.{_of_other_commits(found)} {run.get('note', '')}".rstrip()
     )
     judged = "\n".join(f"- {line}" for line in aims(found))
     return (
-        f"{markdown(_HEAD, lines)}\n![{TITLE}]({figures}/{FIGURE})\n\n"
+        f"{markdown(_HEAD, lines)}\nSteps: those that were measured, of each run; the figures are "
+        f"means of the runs.\n\n![{TITLE}]({figures}/{FIGURE})\n\n"
         f"Aims for {AIMED}, in tokens per second and room of float16's:\n\n{judged}\n\n{origin}\n"
     )
 
@@ -114,11 +121,10 @@ def aims(found: Sequence[Engine]) -> list[str]:
         what = "room" if load is None else f"{load[0]} x {load[1]}"
         ratio = None
         if own is not None and base is not None:
-            shared = [key for key in own.loads if key in base.loads and key[:2] == load]
             if load is None:
                 ratio = own.kv_tokens / base.kv_tokens
-            elif shared:
-                ratio = own.rate(shared[0]) / base.rate(shared[0])
+            elif load in own.loads and load in base.loads:
+                ratio = own.rate(load) / base.rate(load)
         verdict = "not measured"
         if ratio is not None:
             verdict = f"{ratio:.2f}x, {'met' if ratio >= least else 'missed'}"
@@ -126,7 +132,21 @@ def aims(found: Sequence[Engine]) -> list[str]:
     return lines
 
 
-def _line(load: tuple[int, int, int], engine: Engine, base: Engine | None) -> list[str]:
+def _of_other_commits(found: Sequence[Engine]) -> str:
+    """Rows that say so were measured with another commit than the file's."""
+    others: dict[str, list[str]] = {}
+    for engine in found:
+        for (batch, prompt), rows in engine.loads.items():
+            for commit in {row["commit"]: None for row in rows if "commit" in row}:
+                runs = sum(row.get("commit") == commit for row in rows)
+                what = f"{engine.name} at {batch} x {prompt} ({runs} of {len(rows)})"
+                others.setdefault(commit, []).append(what)
+    return "".join(
+        f" Runs of commit {commit}: {', '.join(what)}." for commit, what in others.items()
+    )
+
+
+def _line(load: Load, engine: Engine, base: Engine | None) -> list[str]:
     rows = engine.loads[load]
 
     def average(key: str) -> float:
@@ -137,13 +157,13 @@ def _line(load: tuple[int, int, int], engine: Engine, base: Engine | None) -> li
 
     rates = [row["tokens_per_s"] for row in rows]
     rate = f"**{mean(rates):,.0f}**"
-    room = f"{engine.kv_tokens:,.0f}"
+    room = f"{average('kv_tokens'):,.0f}"
     if base is not None:
         room += ratio(engine.kv_tokens, base.kv_tokens)
         if load in base.loads:
             rate += ratio(mean(rates), base.rate(load))
     if len(rows) > 1:
-        rate += f"; {len(rows)} runs, {min(rates):,.0f}-{max(rates):,.0f}"
+        rate += f", {min(rates):,.0f}-{max(rates):,.0f}"
     return [
         f"{load[0]} x {load[1]}",
         engine.name,
@@ -151,6 +171,7 @@ def _line(load: tuple[int, int, int], engine: Engine, base: Engine | None) -> li
         rate,
         f"{average('ms_per_step'):.2f}",
         f"{average('median_step_ms'):.2f}",
+        ", ".join(str(row["steps"]) for row in rows),
         f"{average('prefill_s'):.2f} s",
         room,
         "" if engine.kl is None else f"{engine.kl:.4f}" if engine.kl else "0",
@@ -190,7 +211,7 @@ def _draw_rates(found: Sequence[Engine], colors: dict[str, str], axes: Axes) -> 
         drawn = axes.bar(at, heights, width, label=engine.name, color=colors[engine.name])
         axes.bar_label(drawn, fmt="{:,.0f}", fontsize=7, rotation=90, padding=2)
     middle = [i + width * (len(found) - 1) / 2 for i in range(len(loads))]
-    axes.set_xticks(middle, [f"{batch} x {prompt}" for batch, prompt, _ in loads])
+    axes.set_xticks(middle, [f"{batch} x {prompt}" for batch, prompt in loads])
     axes.margins(y=0.15)
     axes.set_xlabel("requests x prompt")
     axes.set_ylabel("tokens per second")
@@ -199,7 +220,7 @@ def _draw_rates(found: Sequence[Engine], colors: dict[str, str], axes: Axes) -> 
 
 def _draw_together(found: Sequence[Engine], colors: dict[str, str], axes: Axes) -> None:
     """What fits, how fast, how exact: of the load that most engines have."""
-    counts: dict[tuple[int, int, int], int] = {}
+    counts: dict[Load, int] = {}
     for engine in found:
         for load in engine.loads:
             counts[load] = counts.get(load, 0) + 1

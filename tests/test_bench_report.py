@@ -132,7 +132,7 @@ def test_performance_is_the_headlines_of_every_machine_gpus_first(results):
     assert "decode_attention (format kvarn_k4v2_g128, group_size 4" in text
     rows = [line for line in text.splitlines() if line.startswith(("| 1 |", "| 64 |", "| 256 |"))]
     assert [line.split(" | ")[1] for line in rows] == [
-        "8192", "32768", "131072", "16384", "2048", "1-32768",
+        "8192", "32768", "131072", "16384", "2048", "1-32768", "8000-8300", "16000-16384",
     ]  # fmt: skip
     assert "hadamard_transform (shape 6x64, in_place False)" in text
     assert "| **2.00 ms** | 0.5 |" in text
@@ -206,7 +206,7 @@ def test_curves(results):
     assert set(speedup) >= {"cuDNN fp16", "FlashInfer fp8"}
     assert len(speedup["cuDNN fp16"].get_xdata()) == 8  # the ragged batch has no one context
     share = [bar.get_width() for bar in axes_of("share").patches]
-    assert len(share) == 9
+    assert len(share) == 11
     assert max(share) < 100
     points = axes_of("roofline").get_lines()[0]
     assert points.get_xdata() == pytest.approx([20.0] * len(points.get_xdata()))
@@ -267,8 +267,12 @@ def engines(tmp_path):
         )
         for b, p, rate in zip((64, 16), (8192, 16384), rates, strict=False)
     ]  # fmt: skip
-    again = rows[0] | {"tokens_per_s": 6600.0, "case": rows[0]["case"] | {"run": 2}}
-    many = rows[2] | {"decoding": 95.4, "case": rows[2]["case"] | {"batch": 256}}
+    rows[-1]["case"]["dtype"] = "bfloat16"
+    shorter = rows[0]["case"] | {"new": 128, "run": 2}
+    again = rows[0] | {"tokens_per_s": 6600.0, "steps": 90, "case": shorter}
+    many = rows[2] | {
+        "decoding": 95.4, "case": rows[2]["case"] | {"batch": 256}, "commit": "earlier"
+    }  # fmt: skip
     machine = {"gpu": "G", "torch": "3", "date": "4", "commit": "5", "vllm": "6", "note": "Once."}
     path.write_text(json.dumps({**machine, "rows": [*rows, again, many]}))
     return path
@@ -290,16 +294,21 @@ def study(tmp_path):
 def test_engines_of_vllm(engines, study):
     """Ratios are to the 16-bit cache of the same load; runs are averaged."""
     text = vllm_report.table(engines, study, "figures")
-    assert "| 64 x 8192 | float16 | 64 | **2,560** | 25.00 | 9.00 | 1.50 s | 1,000 | 0 |" in text
     assert (
-        f"| 64 x 8192 | {NAME} | 64 | **6,500** (2.54x); 2 runs, 6,400-6,600 | 10.00 | 9.00 "
+        "| 64 x 8192 | float16 | 64 | **2,560** | 25.00 | 9.00 | 200 | 1.50 s | 1,000 | 0 |" in text
+    )
+    assert (
+        f"| 64 x 8192 | {NAME} | 64 | **6,500** (2.54x), 6,400-6,600 | 10.00 | 9.00 | 200, 90 "
         "| 1.50 s | 4,300 (4.30x) | 0.0200 |" in text
     )
     assert f"| 16 x 16384 | {NAME} | 16 | **1,920** (1.50x) |" in text
-    assert "| 64 x 8192 | other | 64 | **3,200** (1.25x) |" in text
+    assert "| 64 x 8192 | other (model in bfloat16) | 64 | **3,200** (1.25x) |" in text
     assert "| 1.50 s | 2,000 (2.00x) |  |" in text
     assert "| 256 x 8192 | float16 | 95 |" in text
-    assert text.endswith("vLLM 6, G, torch 3, 4, commit 5. Once.\n")
+    assert text.endswith(
+        "vLLM 6, G, torch 3, 4, commit 5. Runs of commit earlier: float16 at 256 x 8192 (1 of 1). "
+        "Once.\n"
+    )
     assert f"(figures/{vllm_report.FIGURE})" in text
     assert "\n- 64 x 8192: at least 2.0x; 2.54x, met\n" in text
     assert "\n- 16 x 16384: at least 1.6x; 1.50x, missed\n" in text
@@ -328,7 +337,13 @@ def test_figure_of_engines(engines, study, tmp_path):
     out = tmp_path / "drawn"
     assert vllm_report.draw(engines, study, out) == [vllm_report.FIGURE]
     text = (out / vllm_report.FIGURE).read_text()
-    for words in ("KL 0.0200", "KL 0", "other", "million tokens that fit", "256 x 8192"):
+    for words in (
+        "KL 0.0200",
+        "KL 0",
+        "other (model in bfloat16)",
+        "million tokens that fit",
+        "256 x 8192",
+    ):
         assert f"<!-- {words} -->" in text, words
     assert report.draw(tmp_path, out) == [vllm_report.FIGURE]
 

@@ -71,9 +71,16 @@ __device__ __forceinline__ Job job_of(const Jobs& jobs, unsigned part) {
   if (jobs.source.data != nullptr) job.source = jobs.source[i];
   if (jobs.target.data != nullptr) job.target = jobs.target[i];
   // Padding; what is out of range is reported where it is looked for.
-  job.skipped = (jobs.count != nullptr && i >= *jobs.count) || job.source < 0 ||
-                job.source >= jobs.sources || job.target < 0 || job.target >= jobs.targets;
+  job.skipped =
+      job.source < 0 || job.source >= jobs.sources || job.target < 0 || job.target >= jobs.targets;
   return job;
+}
+
+/// The parts to be made, of `jobs.parts`: what comes after them is not even read.
+__device__ __forceinline__ unsigned counted_parts(const Jobs& jobs) {
+  if (jobs.count == nullptr) return jobs.parts;
+  const int64_t tiles = min(max(static_cast<int64_t>(*jobs.count), int64_t{0}), jobs.tiles);
+  return static_cast<unsigned>(2 * tiles * jobs.heads);
 }
 
 __device__ __forceinline__ device::TokenRows tokens_of(const Jobs& jobs, const Job& job, bool key) {
@@ -342,8 +349,9 @@ __global__ void __launch_bounds__(kThreads<kDim, kGroup>, 512 / kThreads<kDim, k
   using ValueMemory = device::TileMemory<ValueShape<kDim, kGroup>>;
   // Blocks may be fewer than parts; each takes K and V in turn, so that all have as much to do.
   unsigned turned = 0;
+  const unsigned parts = counted_parts(jobs);
 #pragma unroll 1
-  for (unsigned i = blockIdx.x; i < jobs.parts; i += gridDim.x, turned ^= 1) {
+  for (unsigned i = blockIdx.x; i < parts; i += gridDim.x, turned ^= 1) {
     const unsigned part = i ^ turned;
     const bool key = part % 2 == 0;
     if constexpr (kDim == kGroup) {

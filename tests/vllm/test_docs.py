@@ -9,8 +9,8 @@ import doc_blocks
 import engine
 import pytest
 import vllm
+from versions import serve_parser
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.openai.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvarn import Format
@@ -42,7 +42,7 @@ def test_the_python_of(block, model, monkeypatch):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_command(command, model):
     words = [model if word == "MODEL" else word for word in shlex.split(command)[2:]]
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    args = serve_parser(FlexibleArgumentParser()).parse_args(words)
     assert args.model_tag == model
     args.model = model
     taken = EngineArgs.from_cli_args(args)

@@ -99,6 +99,8 @@ def test_buffers(step):
     buffers = Buffers(ROWS, width, options, torch.device("cpu"))
     buffers.head.fill_(7)  # what earlier steps left
     buffers.seal_pages.fill_(7)
+    buffers.seal_blocks.fill_(7)
+    buffers.seal_count.fill_(7)
     table = torch.randint(NUM_BLOCKS, (n, width), dtype=torch.int32)
     before = table.clone()
     buffers.fill(places, table)
@@ -109,10 +111,11 @@ def test_buffers(step):
             if 0 <= tile < width:
                 wanted[tile] = int(block)
         assert buffers.table[b].tolist() == wanted
-        if places.seal_pages[b] >= 0:
-            assert buffers.seal_blocks[b] == before[b, places.seal_tiles[b]]
-    assert buffers.seal_pages[:n].tolist() == places.seal_pages.tolist()
-    assert (buffers.seal_pages[n:] == -1).all()
+    full = np.flatnonzero(places.seal_pages >= 0)
+    assert buffers.seal_count.tolist() == [len(full)]
+    assert buffers.seal_pages[: len(full)].tolist() == places.seal_pages[full].tolist()
+    sealed = before[full, places.seal_tiles[full]]
+    assert buffers.seal_blocks[: len(full)].tolist() == sealed.tolist()
     if tokens == n:
         assert buffers.head[:n].tolist() == places.head.tolist()
         assert (buffers.head[n:] == -1).all()

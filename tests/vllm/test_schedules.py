@@ -236,6 +236,17 @@ def sealed_one_step_late(monkeypatch):
     monkeypatch.setattr(backend, "ops", Replaced(ops, quantize_tiles=quantize))
 
 
+def seals_of_no_count(monkeypatch):
+    """A step is told that no tile became full."""
+    fill = metadata.Buffers.fill
+
+    def uncounted(self, places, table):
+        fill(self, places, table)
+        self.seal_count.zero_()
+
+    monkeypatch.setattr(metadata.Buffers, "fill", uncounted)
+
+
 def rest_before_attention(monkeypatch):
     """The newest tokens overwrite pages that attention has yet to read."""
     attend = prefill.attend
@@ -301,6 +312,7 @@ class Replaced:
     [
         hits_are_forgotten,
         sealed_one_step_late,
+        seals_of_no_count,
         rest_before_attention,
         pages_of_others,
         window_of_a_neighbour,

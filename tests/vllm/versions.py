@@ -11,8 +11,10 @@ from vllm.v1.worker.gpu import attn_utils
 MINOR = ".".join(vllm.__version__.split(".")[:2])
 
 if MINOR == "0.24":
+    from vllm.entrypoints.openai.cli_args import make_arg_parser as serve_parser  # noqa: F401
     from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 else:
+    from vllm.entrypoints.common.cli_args import make_arg_parser as serve_parser  # noqa: F401
     from vllm.v1.attention.backends.utils import (
         get_supported_kv_cache_layouts,
         resolve_kv_cache_layout,

@@ -245,7 +245,9 @@ class KVarNImpl(AttentionImpl[KVarNMetadata]):  # type: ignore[misc]
         it to other requests of the same step."""
         key, value = key[: m.num_tokens], value[: m.num_tokens]
         self._append(key, value, m.head, m)
-        ops.seal_blocks(self.staging, m.seal_pages, m.seal_blocks, cache, self.fmt)
+        ops.seal_blocks(
+            self.staging, m.seal_pages, m.seal_blocks, cache, self.fmt, count=m.seal_count
+        )
         p = m.prefill
         if p is not None and p.tile_blocks.numel() > 0:
             shape = (-1, self.fmt.group, self.num_kv_heads, self.head_size)

@@ -139,8 +139,8 @@ class Buffers:
     Attributes:
         table: int32 ``[requests, max_blocks]``: the block table with virtual blocks.
         head: int32 ``[requests]``: `Places.head` of a step with one token a request.
-        seal_pages, seal_blocks: int32 ``[requests]``: what is to be sealed; page -1: nothing,
-            whatever the block is.
+        seal_pages, seal_blocks: int32 ``[requests]``: what is to be sealed.
+        seal_count: int32 ``[1]``: how many of these it is. The others are left over.
     """
 
     def __init__(
@@ -150,29 +150,33 @@ class Buffers:
         # Tiles that do not exist are written to the last column.
         self._table = torch.zeros(requests, max_blocks + 1, dtype=torch.int32, device=device)
         self._numbers = torch.full(
-            (2 * options.pages + 3, requests), -1, dtype=torch.int32, device=device
+            (2 * options.pages + 5, requests), -1, dtype=torch.int32, device=device
         )
         self.table = self._table[:, :-1]
-        self.head, self.seal_pages = self._numbers[-2], self._numbers[-1]
+        self.head, self._seal_requests, self._seal_tiles, self.seal_pages, last = self._numbers[-5:]
+        self.seal_count = last[:1]
         self.seal_blocks = torch.zeros(requests, dtype=torch.int32, device=device)
 
     def fill(self, places: Places, block_table: Tensor) -> None:
         """Fills in the entries of the requests of a step, ``block_table`` ``[n, max_blocks]``."""
         n, width = block_table.shape
+        pages = self._pages
+        full = np.flatnonzero(places.seal_pages >= 0)
+        count = len(full)
         numbers = np.full(self._numbers.shape, -1, np.int32)
-        numbers[: self._pages, :n] = np.where(places.staged >= 0, places.staged, width).T
-        numbers[self._pages, :n] = places.seal_tiles
-        numbers[self._pages + 1 : -2, :n] = places.blocks.T
+        numbers[:pages, :n] = np.where(places.staged >= 0, places.staged, width).T
+        numbers[pages : 2 * pages, :n] = places.blocks.T
         if len(places.head) == n:
-            numbers[-2, :n] = places.head
-        numbers[-1, :n] = places.seal_pages
+            numbers[-5, :n] = places.head
+        numbers[-4:-1, :count] = full, places.seal_tiles[full], places.seal_pages[full]
+        numbers[-1, 0] = count
         self._numbers.copy_(_pinned(numbers, self._numbers.device), non_blocking=True)
-        tiles = self._numbers[: self._pages + 1, :n].t().long()
-        blocks = self._numbers[self._pages + 1 : -2, :n].t()
+        tiles, blocks = (part[:, :n].t() for part in self._numbers[: 2 * pages].split(pages))
         self.table[:n].copy_(block_table)
-        self._table[:n].scatter_(1, tiles[:, :-1], blocks)
-        if (places.seal_pages >= 0).any():
-            torch.gather(block_table, 1, tiles[:, -1:], out=self.seal_blocks[:n, None])
+        self._table[:n].scatter_(1, tiles.long(), blocks)
+        if count > 0:
+            owners, numbers_of = self._seal_requests[:count], self._seal_tiles[:count]
+            self.seal_blocks[:count] = block_table[owners.long(), numbers_of.long()]
 
 
 def _pinned(array: np.ndarray, device: torch.device) -> Tensor:
@@ -195,6 +199,7 @@ class KVarNMetadata(AttentionMetadata):  # type: ignore[misc]
     head: Tensor  #: int32 [num_tokens], see `Places`
     seal_pages: Tensor  #: int32 [requests], see `Buffers`
     seal_blocks: Tensor  #: int32 [requests]
+    seal_count: Tensor  #: int32 [1]
     prefill: Prefill | None = None
 
 
@@ -276,6 +281,7 @@ class KVarNMetadataBuilder(AttentionMetadataBuilder[KVarNMetadata]):  # type: ig
             head=head,
             seal_pages=b.seal_pages[:n],
             seal_blocks=b.seal_blocks[:n],
+            seal_count=b.seal_count,
             prefill=prefill,
         )
 
