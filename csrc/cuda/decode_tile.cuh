@@ -159,7 +159,7 @@ struct StaticFormat {
   static constexpr bool kOneRecord = kHasOneRecord;
   static constexpr int kRowTiles = (kDim < 256 ? kGroup : device::kHalfTokens) / kFragmentDim;
   // Chains of mma that run side by side; with D = 256 more would not fit the registers.
-  static constexpr int kScoreTiles = kDim == 256                       ? 2
+  static constexpr int kScoreTiles = kDim == 256                  ? 2
                                      : kOneRecord && kKeyBits > 2 ? device::kHalfTiles
                                                                   : kRowTiles;
   static constexpr int kSumTiles =
