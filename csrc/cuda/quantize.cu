@@ -3,18 +3,21 @@
 // Roofline. A record of k4v2, D = G = 128, is 64 KB of fp16 to read and 13.8 KB to write: 18 ns at
 // the copy rate of an H200. Its SMs have 1 instruction slot an element and nanosecond, and the fits
 // take 70 (closed form) to 100 (4 rounds) at least: the kernel is bound by instructions, not bytes.
-// The tile is in shared memory, in fp32, from the rotation to the codes, and every pass over it is
-// a short loop: straight-line code over a tile in registers waited for its own instructions.
+// The tile is in shared memory, in fp32, from the rotation to the codes, and most passes over it
+// are short loops: straight-line code over a tile in registers waits for its own instructions. The
+// rounds of the normalization have it in registers: they are one short loop all the same, and two
+// loads of the tile a round kept shared memory as busy as the schedulers.
 //
-// Measured there: 179 ns a record in closed form, 295 with 4 rounds, 270 for minmax with 8. Before
-// its last changes it took 108 (closed form) and 197 instructions (4 rounds) an element and issued
-// on 63 % of the cycles (docs/design.md).
+// Measured there: 152 ns a record in closed form, 249 with 4 rounds, 216 for minmax with 8. A form
+// a little before took 102 (closed form) and 160 instructions (4 rounds) an element and issued on
+// 68 and 65 % of the cycles; the row fits, half of the time, on all of them (docs/design.md).
 //
 // A block makes one part (K or V) of one record. device/tile.cuh says who holds what, rotate.cuh
 // how it gets there, sinkhorn.cuh and fit.cuh what is computed, pack.cuh how it leaves.
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -44,6 +47,8 @@ struct Jobs {
   int64_t record_stride[2];  ///< tile, head
   int64_t tiles;
   int32_t heads;
+  uint32_t heads_factor;  ///< n / heads = n * heads_factor >> heads_shift, for n < 2^31
+  int32_t heads_shift;
   uint32_t parts;     ///< 2 * tiles * heads
   IndexArray source;  ///< null: i
   IndexArray target;
@@ -56,6 +61,12 @@ struct Jobs {
   bool aligned;  ///< tokens start at multiples of 16 bytes
 };
 
+/// The same number; what follows from it is computed anew and need not be kept in registers.
+__device__ __forceinline__ unsigned again(unsigned x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 /// Which tile of which head part number `i` of all is about. Parts are pairs of K and V.
 struct Job {
   int64_t source;
@@ -65,9 +76,9 @@ struct Job {
 };
 
 __device__ __forceinline__ Job job_of(const Jobs& jobs, unsigned part) {
-  const unsigned heads = static_cast<unsigned>(jobs.heads);
-  const int64_t i = part / 2 / heads;
-  Job job = {i, i, part / 2 % heads, false};
+  const unsigned record = part / 2;
+  const auto i = static_cast<unsigned>(uint64_t{record} * jobs.heads_factor >> jobs.heads_shift);
+  Job job = {i, i, record - i * jobs.heads, false};
   if (jobs.source.data != nullptr) job.source = jobs.source[i];
   if (jobs.target.data != nullptr) job.target = jobs.target[i];
   // Padding; what is out of range is reported where it is looked for.
@@ -90,62 +101,37 @@ __device__ __forceinline__ device::TokenRows tokens_of(const Jobs& jobs, const J
           stride[1], jobs.dtype, jobs.rotated, jobs.aligned};
 }
 
-/// Sums of squares of x * boost over each token, in memory.found. Starts after a barrier, ends with
-/// one.
+/// Whether token n has anything but zeros, where its squares may have been lost: from numbers
+/// 2^100 times as large. Of one thread, for what hardly ever is.
 template <class Shape>
-__device__ __forceinline__ void find_energies(device::TileMemory<Shape>& memory, bool are_cols,
-                                              float boost) {
-  const device::Strip<Shape> at;
-  const device::StripPlaces<Shape> places(at);
-  float sums[1][kStrip] = {};
+__device__ __forceinline__ bool has_tiny_numbers(const float* tile, bool are_cols, int n) {
+  const int length = are_cols ? Shape::kRows : Shape::kCols;
+  float energy = 0.f;
 #pragma unroll 1
-  for (int step = 0; step < device::kSteps; ++step) {
-    const int row = at.row(step);
-    float x[kStrip];
-    device::load_strip(memory.tile, places, step, x);
-#pragma unroll
-    for (float& value : x) value *= boost;
-    if (are_cols) {
-#pragma unroll
-      for (int j = 0; j < kStrip; ++j) sums[0][j] = fmaf(x[j], x[j], sums[0][j]);
-    } else {
-      float energy[1];
-      device::row_sums<Shape>(
-          [&](int j, bool first, float (&sum)[1]) {
-            device::add_product(sum[0], first, x[j], x[j]);
-          },
-          energy);
-      if (at.first_of_row()) memory.found[row] = energy[0];
-    }
+  for (int i = 0; i < length; ++i) {
+    const float x =
+        0x1p100f * tile[are_cols ? device::place<Shape>(i, n) : device::place<Shape>(n, i)];
+    energy = fmaf(x, x, energy);
   }
-  if (are_cols) {
-    device::put_col_sums<Shape>(at, sums, memory.partial);
-    __syncthreads();
-    if (threadIdx.x < Shape::kCols) {
-      memory.found[threadIdx.x] = device::col_total<Shape>(memory.partial, 0);
-    }
-  }
-  __syncthreads();
+  return energy > 0.f;
 }
 
 /// A token is dead if it has NaN or infinity or nothing but zeros. Dead ones get the numbers of the
-/// last live one, or 0 where there is none. Ends with a barrier.
+/// last live one, or 0 where there is none. Starts after a barrier; what it finds is known after
+/// another one.
 template <class Shape>
 __device__ __forceinline__ void find_live(device::TileMemory<Shape>& memory,
                                           const device::Tokens<Shape>& tokens) {
   constexpr float kTiny = 1e-30f;  // squares of numbers this small may have been lost
-  const int n = threadIdx.x;
+  const int n = device::own_thread();
   const bool has_token = n < tokens.count();
-  const auto alive = [](float sum) { return sum > 0.f && sum < device::kInfinity; };
   if (n == 0) memory.last_live = 0;
   float energy = 1.f;
   bool own_live = false;
-#pragma unroll 1
-  for (int pass = 0; pass < 2; ++pass) {
-    find_energies(memory, tokens.are_cols, pass == 0 ? 1.f : 0x1p100f);
-    if (has_token && (pass == 0 || energy < kTiny)) own_live = alive(memory.found[n]);
-    if (has_token && pass == 0) energy = memory.found[n];
-    if (!__syncthreads_or(energy < kTiny)) break;
+  if (has_token) {
+    energy = device::token_energy<Shape>(memory.partial, tokens.are_cols, n);
+    own_live = energy < kTiny ? has_tiny_numbers<Shape>(memory.tile, tokens.are_cols, n)
+                              : energy < device::kInfinity;
   }
   if (has_token) {
     memory.energy[n] = memory.found[n] = energy;
@@ -155,7 +141,6 @@ __device__ __forceinline__ void find_live(device::TileMemory<Shape>& memory,
   if (n == 0) memory.live_tokens = live;
   if (live == tokens.count()) {
     if (n == 0) memory.last_live = live - 1;
-    __syncthreads();
     return;
   }
   if (own_live) atomicMax(&memory.last_live, n);
@@ -167,10 +152,10 @@ __device__ __forceinline__ void find_live(device::TileMemory<Shape>& memory,
     const int row = i / Shape::kCols;
     const int col = i % Shape::kCols;
     if (memory.live[tokens.are_cols ? col : row]) continue;
-    memory.tile[device::place_of<Shape>(row, col)] =
+    memory.tile[device::place<Shape>(row, col)] =
         live == 0 ? 0.f
-                  : memory.tile[tokens.are_cols ? device::place_of<Shape>(row, last)
-                                                : device::place_of<Shape>(last, col)];
+                  : memory.tile[tokens.are_cols ? device::place<Shape>(row, last)
+                                                : device::place<Shape>(last, col)];
   }
   __syncthreads();
 }
@@ -180,7 +165,7 @@ __device__ __forceinline__ void find_live(device::TileMemory<Shape>& memory,
 template <class Shape>
 __device__ __forceinline__ float size_factor(device::TileMemory<Shape>& memory,
                                              const device::Tokens<Shape>& tokens) {
-  const int n = threadIdx.x;
+  const int n = device::own_thread();
   device::put_warp_sum(n < tokens.count() && memory.live[n] ? memory.energy[n] : 0.f,
                        memory.stat[6]);
   __syncthreads();
@@ -190,17 +175,23 @@ __device__ __forceinline__ float size_factor(device::TileMemory<Shape>& memory,
   return 64.f * exp2f(-rintf(log2f(mean) / 2));
 }
 
-/// Line threads: the scale of column threadIdx.x. Starts after a barrier, contains some.
+/// Line threads: the scale of column threadIdx.x. Contains barriers, the last of them such that
+/// put_col_scale may follow.
 template <class Shape>
 __device__ __forceinline__ float find_col_scale(device::TileMemory<Shape>& memory,
                                                 const device::Tokens<Shape>& tokens, Fit fit,
                                                 int iterations) {
   const bool minmax = fit == Fit::kMinMax;
-  if (!minmax && iterations == 0) {
+  if (!minmax && iterations == 0) {  // what is read here of find_live has had its barrier
     return device::half_rounded(device::limited_col_scale(
         tokens.are_cols ? device::token_rms(memory) : device::channel_spread(memory, tokens)));
   }
-  const float factor = minmax ? 1.f : size_factor(memory, tokens);
+  float factor = 1.f;
+  if (minmax) {
+    __syncthreads();
+  } else {
+    factor = size_factor(memory, tokens);
+  }
   float scale = device::sinkhorn_col_scale(memory, tokens, factor, iterations);
   if (!minmax) scale = device::without_factor<Shape>(tokens, scale, memory.stat[4]);
   // A massive token takes one channel of the other keys, less than the rounding error of 2 or 3
@@ -217,7 +208,9 @@ __device__ __forceinline__ float find_col_scale(device::TileMemory<Shape>& memor
     scale = device::half_rounded(device::limited_col_scale(scale));
     alternative = device::half_rounded(device::limited_col_scale(alternative));
   }
-  return guarded ? device::guarded_col_scale(memory, tokens, scale, alternative) : scale;
+  if (guarded) scale = device::guarded_col_scale(memory, tokens, scale, alternative);
+  __syncthreads();
+  return scale;
 }
 
 __device__ __forceinline__ void store_half(uint8_t* fields, int n, __half value) {
@@ -231,11 +224,11 @@ __device__ __forceinline__ void store_half(uint8_t* fields, int n, __half value)
   }
 }
 
-/// Scales and zero points into the record. Contains a barrier.
+/// Scales and zero points into the record. Starts after a barrier.
 template <class Shape>
 __device__ __forceinline__ void store_scales(device::TileMemory<Shape>& memory,
                                              const device::Tokens<Shape>& tokens, uint8_t* fields) {
-  const int n = threadIdx.x;
+  const int n = device::own_thread();
   const bool has_row = n < Shape::kRows;
   const bool has_col = n < Shape::kCols;
   const device::Affine row = has_row ? memory.out[n] : device::Affine{0.f, 0.f};
@@ -243,9 +236,6 @@ __device__ __forceinline__ void store_scales(device::TileMemory<Shape>& memory,
   const bool row_counts = has_row && tokens.row_counts(n);
   const bool col_counts = has_col && tokens.col_counts(n);
   // A power of two moves from one side's scales to the other's, so that both are in range.
-  device::put_warp_max(row_counts ? row.scale : 0.f, memory.stat[0]);
-  device::put_warp_max(col_counts ? col : 0.f, memory.stat[1]);
-  __syncthreads();
   const float most_row = device::max_of_warps<Shape>(memory.stat[0]);
   const float most_col = device::max_of_warps<Shape>(memory.stat[1]);
   const float factor = most_row > 0.f && most_col > 0.f
@@ -277,29 +267,23 @@ __device__ __forceinline__ void store_scales(device::TileMemory<Shape>& memory,
 template <class Shape>
 __device__ __forceinline__ void clear_dead_keys(device::TileMemory<Shape>& memory) {
 #pragma unroll 1
-  for (int i = threadIdx.x; i < Shape::kRows * Shape::kCols; i += Shape::kThreads) {
+  for (int i = device::own_thread(); i < Shape::kRows * Shape::kCols; i += Shape::kThreads) {
     const int col = i % Shape::kCols;
-    if (!memory.live[col]) memory.codes[i / Shape::kCols * (4 * Shape::kCols) + col] = 0;
+    if (!memory.live[col]) memory.codes[device::code_place<Shape>(true, i / Shape::kCols, col)] = 0;
   }
   __syncthreads();
 }
 
-/// kKey: K of the record, with channels for rows; else V, with tokens for rows. A square tile has
-/// one body for both.
-template <class Shape, bool kMayBeKey, bool kMayBeValue>
-__device__ __forceinline__ void quantize_part(const Jobs& jobs, device::TileMemory<Shape>& memory,
-                                              unsigned part_number, bool is_key) {
-  const bool key = kMayBeKey && (!kMayBeValue || is_key);
-  const Job job = job_of(jobs, part_number);
-  if (job.skipped) return;
-  device::load_rotated<Shape, kMayBeKey, kMayBeValue>(tokens_of(jobs, job, key), key, memory.tokens,
-                                                      memory.tile);
+/// Codes and scales of a part of a record, in shared memory. Its tokens have been asked for.
+template <class Shape, int kGap, bool kMayBeKey, bool kMayBeValue>
+__device__ __forceinline__ void make_part(const Jobs& jobs, const device::TokenRows& in, bool key,
+                                          device::TileMemory<Shape>& memory) {
+  device::load_rotated<Shape, kGap, kMayBeKey, kMayBeValue>(in, key, memory.tokens, memory.tile,
+                                                            memory.partial);
   const int bits = key ? jobs.format.key_bits : jobs.format.value_bits;
   const device::Tokens<Shape> tokens = {key, bits, memory};
   find_live(memory, tokens);
-  const float scale = find_col_scale(memory, tokens, jobs.fit, jobs.iterations);
-  __syncthreads();
-  device::put_col_scale(memory, tokens, scale);
+  device::put_col_scale(memory, tokens, find_col_scale(memory, tokens, jobs.fit, jobs.iterations));
   __syncthreads();
   if (jobs.fit == Fit::kMinMax) {
     device::fit_minmax(memory, tokens);
@@ -308,11 +292,18 @@ __device__ __forceinline__ void quantize_part(const Jobs& jobs, device::TileMemo
   }
   __syncthreads();
   if (key && !tokens.all_live()) clear_dead_keys(memory);
+}
 
+/// What make_part made, to the record.
+template <class Shape>
+__device__ __forceinline__ void store_part(const Jobs& jobs, const Job& job, bool key,
+                                           device::TileMemory<Shape>& memory) {
+  const int bits = key ? jobs.format.key_bits : jobs.format.value_bits;
+  const device::Tokens<Shape> tokens = {key, bits, memory};
   const RecordLayout layout = record_layout(jobs.format);
-  const Job target = job_of(jobs, part_number);
-  uint8_t* const part = jobs.records + target.target * jobs.record_stride[0] +
-                        target.head * jobs.record_stride[1] + (key ? 0 : layout.value_codes);
+  uint8_t* const part = jobs.records + job.target * jobs.record_stride[0] +
+                        job.head * jobs.record_stride[1] + (key ? 0 : layout.value_codes);
+  store_scales(memory, tokens, part + Shape::kRows * Shape::kCols / 8 * bits);
   switch (bits) {
     case 2:
       device::store_codes<Shape, 2>(memory.codes, key, part);
@@ -327,7 +318,6 @@ __device__ __forceinline__ void quantize_part(const Jobs& jobs, device::TileMemo
       device::store_codes<Shape, 8>(memory.codes, key, part);
       break;
   }
-  store_scales(memory, tokens, part + Shape::kRows * Shape::kCols / 8 * bits);
 }
 
 template <int kDim, int kGroup>
@@ -342,28 +332,54 @@ template <int kDim, int kGroup>
 __global__ void __launch_bounds__(kThreads<kDim, kGroup>, 512 / kThreads<kDim, kGroup>)
     quantize_kernel(const __grid_constant__ Jobs jobs) {
   static_assert(kThreads<kDim, kGroup> == ValueShape<kDim, kGroup>::kThreads);
-  extern __shared__ uint4 shared[];
+  extern __shared__ __align__(1024) uint4 shared[];  // multiply_keys turns bits of addresses
   device::let_next_start();
   device::wait_for_previous();
-  using KeyMemory = device::TileMemory<KeyShape<kDim, kGroup>>;
-  using ValueMemory = device::TileMemory<ValueShape<kDim, kGroup>>;
-  // Blocks may be fewer than parts; each takes K and V in turn, so that all have as much to do.
-  unsigned turned = 0;
-  const unsigned parts = counted_parts(jobs);
-#pragma unroll 1
-  for (unsigned i = blockIdx.x; i < parts; i += gridDim.x, turned ^= 1) {
-    const unsigned part = i ^ turned;
+  using Key = KeyShape<kDim, kGroup>;
+  using Value = ValueShape<kDim, kGroup>;
+  // Each takes K and V in turn, so that all have as much to do. So the tokens of K are brought
+  // while a V is packed, into the gaps between its codes, and those of V between those of K.
+  constexpr int kKeyGap = 2 * Value::kCols;
+  constexpr int kValueGap = 2 * Key::kCols;
+  constexpr bool kSquare = kDim == kGroup;  // has one body for both
+  auto& key_memory = *reinterpret_cast<device::TileMemory<Key>*>(shared);
+  auto& value_memory = *reinterpret_cast<device::TileMemory<Value>*>(shared);
+  static_assert(offsetof(device::TileMemory<Key>, part) ==
+                offsetof(device::TileMemory<Value>, part));
+  const auto bring = [&](unsigned part) {
+    if (part >= counted_parts(jobs)) return;
+    const Job job = job_of(jobs, part);
     const bool key = part % 2 == 0;
-    if constexpr (kDim == kGroup) {
-      quantize_part<KeyShape<kDim, kGroup>, true, true>(jobs, *reinterpret_cast<KeyMemory*>(shared),
-                                                        part, key);
-    } else if (key) {
-      quantize_part<KeyShape<kDim, kGroup>, true, false>(
-          jobs, *reinterpret_cast<KeyMemory*>(shared), part, true);
+    const device::TokenRows in = tokens_of(jobs, job, key);
+    if (job.skipped || !in.whole()) return;
+    if (kSquare || key) {
+      device::bring_tokens<kDim, kKeyGap, kGroup, kThreads<kDim, kGroup>>(in, shared);
     } else {
-      quantize_part<ValueShape<kDim, kGroup>, false, true>(
-          jobs, *reinterpret_cast<ValueMemory*>(shared), part, false);
+      device::bring_tokens<kDim, kValueGap, kGroup, kThreads<kDim, kGroup>>(in, shared);
     }
+  };
+  bring(blockIdx.x);
+#pragma unroll 1
+  for (unsigned part = blockIdx.x; part < counted_parts(jobs); part = (part ^ 1) + gridDim.x) {
+    const bool key = part % 2 == 0;
+    if (const Job job = job_of(jobs, again(part)); !job.skipped) {
+      if (device::own_thread() == 0) key_memory.part = part;  // registers are scarce
+      if (kSquare || key) {
+        make_part<Key, kKeyGap, true, kSquare>(jobs, tokens_of(jobs, job, key), key, key_memory);
+      } else {
+        make_part<Value, kValueGap, false, true>(jobs, tokens_of(jobs, job, false), false,
+                                                 value_memory);
+      }
+      part = key_memory.part;
+    }
+    bring(again((part ^ 1) + gridDim.x));
+    if (const Job job = job_of(jobs, again(part)); job.skipped) {
+    } else if (kSquare || part % 2 == 0) {
+      store_part(jobs, job, part % 2 == 0, key_memory);
+    } else {
+      store_part(jobs, job, false, value_memory);
+    }
+    __syncthreads();  // the next tile takes the place of this one's codes
   }
 }
 
@@ -380,15 +396,18 @@ Status run(Jobs& jobs, void* stream) {
   if (Status status = check_grid(sealing ? "slots" : "key", parts); !status.ok()) return status;
   if (Status status = allow_shared_memory(kernel, kBytes); !status.ok()) return status;
   jobs.parts = static_cast<unsigned>(parts);
-  unsigned blocks = jobs.parts;
-  if (sealing) {
-    // Most may be padding, and the start of a block that has much shared memory takes its time.
-    int most = 0;
-    if (Status status = resident_blocks(kernel, kThreads<kDim, kGroup>, kBytes, most);
-        !status.ok()) {
-      return status;
-    }
-    blocks = std::min(blocks, std::max(2u, static_cast<unsigned>(most) / 2 * 2));
+  jobs.heads_shift = 31;
+  while (1u << (jobs.heads_shift - 31) < static_cast<unsigned>(jobs.heads)) ++jobs.heads_shift;
+  jobs.heads_factor = static_cast<uint32_t>(((uint64_t{1} << jobs.heads_shift) + jobs.heads - 1) /
+                                            static_cast<unsigned>(jobs.heads));
+  int most = 0;
+  if (Status status = resident_blocks(kernel, kThreads<kDim, kGroup>, kBytes, most); !status.ok()) {
+    return status;
+  }
+  unsigned blocks = std::min(jobs.parts, std::max(2u, static_cast<unsigned>(most) / 2 * 2));
+  // Two blocks to a multiprocessor: one for each record leaves less of it idle in the end.
+  if (!sealing && kThreads<kDim, kGroup> == 256) {
+    blocks = std::max(blocks, (jobs.parts / 2 + 1) / 2 * 2);
   }
   return launch_early(kernel, dim3(blocks), dim3(kThreads<kDim, kGroup>), kBytes, stream, jobs);
 }

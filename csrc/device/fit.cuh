@@ -34,15 +34,13 @@ __device__ __forceinline__ float inverse_or_0(float x) { return x >= kSmallest ?
 /// K in closed form: the token's root mean square, over one power of two. Contains a barrier.
 template <class Shape>
 __device__ __forceinline__ float token_rms(TileMemory<Shape>& memory) {
-  const int n = threadIdx.x;
+  const int n = own_thread();
   const float rms = n < Shape::kCols ? square_root(memory.energy[n] * (1.f / Shape::kRows)) : 0.f;
   const bool counts = rms > 0.f && memory.live[n];
   put_warp_sum(counts ? log2f(rms) : 0.f, memory.stat[6]);
-  put_warp_sum(counts ? 1.f : 0.f, memory.stat[7]);
-  __syncthreads();
+  const int count = __syncthreads_count(counts);
   const float log_sum = sum_of_warps<Shape>(memory.stat[6]);
-  const float count = sum_of_warps<Shape>(memory.stat[7]);
-  return count > 0.f ? rms * exp2f(-rintf(log_sum / count)) : rms;
+  return count > 0 ? rms * exp2f(-rintf(log_sum / static_cast<float>(count))) : rms;
 }
 
 /// V in closed form: of the tokens divided by their deviations, the channel's geometric mean of
@@ -53,7 +51,8 @@ __device__ __forceinline__ float channel_spread(TileMemory<Shape>& memory,
                                                 const Tokens<Shape>& tokens) {
   const Strip<Shape> at;
   const StripPlaces<Shape> places(at);
-  const int first = place_of<Shape>(at.row(0), 0);
+  const int first = place<Shape>(at.row(0), 0);
+  const Length length(Shape::kCols);
   float sums[2][kStrip] = {};
   float counted = 0.f;
 #pragma unroll 1
@@ -62,7 +61,7 @@ __device__ __forceinline__ float channel_spread(TileMemory<Shape>& memory,
     float x[kStrip];
     load_strip(memory.tile, places, step, x);
     const float spread_of_row =
-        row_deviation<Shape>(x, memory.tile[first + step * Shape::kStepPlaces], Shape::kCols);
+        row_deviation<Shape>(x, memory.tile[first + step * Shape::kStepPlaces], length);
     const bool counts = tokens.row_counts(row) && spread_of_row > 0.f;
     const float inverse_of = counts ? inverse(spread_of_row) : 0.f;
     if (counts && at.first_of_row()) counted += 1.f;
@@ -76,7 +75,7 @@ __device__ __forceinline__ float channel_spread(TileMemory<Shape>& memory,
   put_col_sums<Shape>(at, sums, memory.partial);
   put_warp_sum(counted, memory.stat[6]);
   __syncthreads();
-  if (threadIdx.x >= Shape::kCols) return 0.f;
+  if (own_thread() >= Shape::kCols) return 0.f;
   const float share = inverse_or_0(sum_of_warps<Shape>(memory.stat[6]));
   const float mean = col_total<Shape>(memory.partial, 0) * share;
   const float mean_square = col_total<Shape>(memory.partial, 1) * share;
@@ -90,7 +89,7 @@ __device__ __forceinline__ float channel_spread(TileMemory<Shape>& memory,
 template <class Shape>
 __device__ __forceinline__ float without_factor(const Tokens<Shape>& tokens, float scale,
                                                 float* stat) {
-  const int n = threadIdx.x;
+  const int n = own_thread();
   put_warp_sum(n < Shape::kCols && tokens.col_counts(n) ? log2f(scale) : 0.f, stat);
   __syncthreads();
   return scale * exp2f(-divide(sum_of_warps<Shape>(stat), fmaxf(tokens.row_length(), 1.f)));
@@ -136,7 +135,7 @@ template <class Shape>
 __device__ __forceinline__ float guarded_col_scale(TileMemory<Shape>& memory,
                                                    const Tokens<Shape>& tokens, float scale,
                                                    float alternative) {
-  const int n = threadIdx.x;
+  const int n = own_thread();
   const auto share = [&](int token) {
     const float energy = memory.energy[token];
     return memory.live[token] && energy > 0.f ? inverse(energy) : 0.f;
@@ -159,7 +158,7 @@ __device__ __forceinline__ float guarded_col_scale(TileMemory<Shape>& memory,
   __syncthreads();
   const Strip<Shape> at;
   const StripPlaces<Shape> places(at);
-  const int last = place_of<Shape>(at.row(0), tokens.last_col());
+  const int last = place<Shape>(at.row(0), tokens.last_col());
 #pragma unroll 1
   for (int which = 0; which < 2; ++which) {
     float w[kStrip];
@@ -187,20 +186,22 @@ __device__ __forceinline__ float guarded_col_scale(TileMemory<Shape>& memory,
   return alternative_loss < kGuardShare * loss ? alternative : scale;
 }
 
-/// Line threads: their column's scale takes effect. The sum of the weights lies in memory.stat[2]
-/// after the barrier that must follow.
+/// Line threads: their column's scale takes effect. The sum of the weights lies in memory.stat[2],
+/// the largest scale that counts in memory.stat[1], after the barrier that must follow.
 template <class Shape>
 __device__ __forceinline__ void put_col_scale(TileMemory<Shape>& memory,
                                               const Tokens<Shape>& tokens, float scale) {
-  const int n = threadIdx.x;
+  const int n = own_thread();
   float weight = 0.f;
+  const bool counts = n < Shape::kCols && tokens.col_counts(n);
+  if (counts) weight = fminf(scale * scale, 16.f);
   if (n < Shape::kCols) {
-    if (tokens.col_counts(n)) weight = fminf(scale * scale, 16.f);
     memory.inverse[n] = divide(1.f, scale);
     memory.weight[n] = weight;
     memory.col_scale[n] = scale;
   }
   put_warp_sum(weight, memory.stat[2]);
+  put_warp_max(counts ? scale : 0.f, memory.stat[1]);
 }
 
 // ---- Codes --------------------------------------------------------------------------------------
@@ -224,15 +225,17 @@ __device__ __forceinline__ float rounded_code(float x, float slope, float start,
 /// Codes of a strip to shared memory, from 2^23 plus them, over the numbers of its row: all lanes
 /// of the warp must have read those.
 template <class Shape>
-__device__ __forceinline__ void put_codes(TileMemory<Shape>& memory, const Strip<Shape>& at,
-                                          int row, const float (&q)[kStrip]) {
+__device__ __forceinline__ void put_codes(TileMemory<Shape>& memory, const Tokens<Shape>& tokens,
+                                          const Strip<Shape>& at, int row,
+                                          const float (&q)[kStrip]) {
   __syncwarp();  // shuffles alone do not order memory
-  uint8_t* const out = memory.codes + row * (4 * Shape::kCols);
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
     const auto bits = [&](int e) { return __float_as_uint(q[kChunk * k + e]); };
-    *reinterpret_cast<uint32_t*>(out + at.col(k)) = __byte_perm(
-        __byte_perm(bits(0), bits(1), 0x0040), __byte_perm(bits(2), bits(3), 0x0040), 0x5410);
+    *reinterpret_cast<uint32_t*>(memory.codes +
+                                 code_place<Shape>(tokens.are_cols, row, at.col(k))) =
+        __byte_perm(__byte_perm(bits(0), bits(1), 0x0040), __byte_perm(bits(2), bits(3), 0x0040),
+                    0x5410);
   }
 }
 
@@ -248,16 +251,18 @@ __device__ __forceinline__ bool raise_scale(bool counts, float mean, int bits, A
 
 // ---- fit = minmax -------------------------------------------------------------------------------
 
-/// Codes over the whole range of each row. Starts after a barrier.
+/// Codes over the whole range of each row. Starts after a barrier. The largest scale of a row that
+/// counts lies in memory.stat[0] after the barrier that must follow.
 template <class Shape>
 __device__ __forceinline__ void fit_minmax(TileMemory<Shape>& memory, const Tokens<Shape>& tokens) {
   const float levels = tokens.levels();
   const Strip<Shape> at;
   const StripPlaces<Shape> places(at);
-  const int last = place_of<Shape>(at.row(0), tokens.last_col());
+  const int last = place<Shape>(at.row(0), tokens.last_col());
   const float inverse_last = memory.inverse[tokens.last_col()];
   float inverse_of[kStrip];
   load_cols(memory.inverse, at, inverse_of);
+  float most = 0.f;
 #pragma unroll 1
   for (int step = 0; step < kSteps; ++step) {
     const int row = at.row(step);
@@ -271,9 +276,11 @@ __device__ __forceinline__ void fit_minmax(TileMemory<Shape>& memory, const Toke
     if (!counts) coding = {0.f, 0.f}, fit = {0.f, 0.f};
 #pragma unroll
     for (float& q : y) q = rounded_code(q, coding.slope, coding.start, levels);
-    put_codes(memory, at, row, y);
+    put_codes(memory, tokens, at, row, y);
     if (at.first_of_row()) memory.out[row] = fit;
+    most = fmaxf(most, fit.scale);
   }
+  put_warp_max(most, memory.stat[0]);
 }
 
 // ---- fit = unbiased -----------------------------------------------------------------------------
@@ -318,28 +325,44 @@ __device__ __forceinline__ void restore_gain(const CodeMoments& m, float rest, f
   }
 }
 
-/// Codes of a row of x, in q from the middle one on, and their sums: (with kMoments weighted sum
-/// and squares of x,) codes, (with kSquares their squares,) products with x.
-template <class Shape, bool kMoments, bool kSquares, int kSums>
-__device__ __forceinline__ void take_codes(const float (&x)[kStrip], const float (&w)[kStrip],
-                                           const Coding& coding, float levels, float from,
-                                           float (&q)[kStrip], float (&sums)[kSums]) {
-  static_assert(kSums == 2 * kMoments + kSquares + 2);
-  constexpr int kFirst = 2 * kMoments;
+/// Weighted sums of the codes of a row of x, of their squares and of their products with x. The
+/// codes are left in q, from the middle one on.
+template <class Shape>
+__device__ __forceinline__ CodeMoments moments_of_codes(const float (&x)[kStrip],
+                                                        const float (&w)[kStrip],
+                                                        const Coding& coding, float levels,
+                                                        float from, float rest,
+                                                        float inverse_weight, float (&q)[kStrip]) {
+  float sums[3];
   row_sums<Shape>(
-      [&](int j, bool first, float (&sum)[kSums]) {
+      [&](int j, bool first, float (&sum)[3]) {
         q[j] = rounded_code(x[j], coding.slope, coding.start, levels) - from;
-        if constexpr (kMoments) {
-          const float weighted = w[j] * x[j];
-          add_to(sum[0], first, weighted);
-          add_product(sum[1], first, weighted, x[j]);
-        }
         const float weighted = w[j] * q[j];
-        add_to(sum[kFirst], first, weighted);
-        if constexpr (kSquares) add_product(sum[kFirst + 1], first, weighted, q[j]);
-        add_product(sum[kFirst + 1 + kSquares], first, weighted, x[j]);
+        add_to(sum[0], first, weighted);
+        add_product(sum[1], first, weighted, q[j]);
+        add_product(sum[2], first, weighted, x[j]);
       },
       sums);
+  return code_moments(sums[0], sums[1], sums[2], rest, inverse_weight);
+}
+
+/// The same without squares, from weights and weighted numbers.
+template <class Shape>
+__device__ __forceinline__ CodeMoments products_of_codes(const float (&x)[kStrip],
+                                                         const float (&w)[kStrip],
+                                                         const float (&wx)[kStrip],
+                                                         const Coding& coding, float levels,
+                                                         float from, float rest,
+                                                         float inverse_weight, float (&q)[kStrip]) {
+  float sums[2];
+  row_sums<Shape>(
+      [&](int j, bool first, float (&sum)[2]) {
+        q[j] = rounded_code(x[j], coding.slope, coding.start, levels) - from;
+        add_product(sum[0], first, w[j], q[j]);
+        add_product(sum[1], first, wx[j], q[j]);
+      },
+      sums);
+  return code_moments(sums[0], 0.f, sums[1], rest, inverse_weight);
 }
 
 /// Weighted mean and variance of a row of x.
@@ -348,14 +371,27 @@ struct RowMoments {
   float variance;
 };
 
-/// The codes of a row by `fit`, and least squares against them, which `fit` becomes.
+/// The codes of a row by `fit`, and least squares against them, which `fit` becomes; the weighted
+/// numbers.
 template <class Shape>
 __device__ __forceinline__ RowMoments fit_codes(const float (&x)[kStrip], const float (&w)[kStrip],
                                                 float levels, float middle, float inverse_weight,
-                                                Affine& fit) {
-  float q[kStrip];
+                                                Affine& fit, float (&wx)[kStrip]) {
+  const Coding coding = coding_of(fit, levels);
+  const float from = kRounding + middle;
   float sums[5];
-  take_codes<Shape, true, true>(x, w, coding_of(fit, levels), levels, kRounding + middle, q, sums);
+  row_sums<Shape>(
+      [&](int j, bool first, float (&sum)[5]) {
+        wx[j] = w[j] * x[j];
+        add_to(sum[0], first, wx[j]);
+        add_product(sum[1], first, wx[j], x[j]);
+        const float q = rounded_code(x[j], coding.slope, coding.start, levels) - from;
+        const float weighted = w[j] * q;
+        add_to(sum[2], first, weighted);
+        add_product(sum[3], first, weighted, q);
+        add_product(sum[4], first, weighted, x[j]);
+      },
+      sums);
   const float rest = sums[0] * inverse_weight;
   const float variance = fmaf(sums[1], inverse_weight, -rest * rest);
   refit(code_moments(sums[2], sums[3], sums[4], rest, inverse_weight), rest, middle, fit);
@@ -363,10 +399,10 @@ __device__ __forceinline__ RowMoments fit_codes(const float (&x)[kStrip], const 
 }
 
 /// Codes and scales, from column scales that are in effect (put_col_scale). Starts after a barrier.
+/// The largest scale of a row that counts lies in memory.stat[0], as with fit_minmax.
 template <class Shape>
 __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
                                              const Tokens<Shape>& tokens) {
-  const int n = threadIdx.x;
   const float levels = tokens.levels();
   const float middle = static_cast<float>(1 << (tokens.bits - 1));
   const float from = kRounding + middle;
@@ -376,7 +412,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
   {
     const Strip<Shape> at;
     const StripPlaces<Shape> places(at);
-    const int last = place_of<Shape>(at.row(0), tokens.last_col());
+    const int last = place<Shape>(at.row(0), tokens.last_col());
     const float inverse_last = memory.inverse[tokens.last_col()];
     const float inverse_weight = inverse_or_0(sum_of_warps<Shape>(memory.stat[2]));
     const float range_share = start_range(tokens.bits, Shape::kCols);
@@ -397,11 +433,13 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
         fit.scale = divide(range_share * (range.hi - range.lo), levels);
         fit.offset = (range.lo + range.hi - fit.scale * levels) / 2;
       }
-      const auto [rest, variance] = fit_codes<Shape>(x, w, levels, middle, inverse_weight, fit);
+      float unused[kStrip];
+      const auto [rest, variance] =
+          fit_codes<Shape>(x, w, levels, middle, inverse_weight, fit, unused);
       float q[kStrip];
-      float again[3];
-      take_codes<Shape, false, true>(x, w, coding_of(fit, levels), levels, from, q, again);
-      refit(code_moments(again[0], again[1], again[2], rest, inverse_weight), rest, middle, fit);
+      refit(moments_of_codes<Shape>(x, w, coding_of(fit, levels), levels, from, rest,
+                                    inverse_weight, q),
+            rest, middle, fit);
 
       // Rows count by the inverse of their variance, lest one massive token decide. One that is
       // constant but for rounding errors must not either.
@@ -428,6 +466,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
   }
   __syncthreads();
   {
+    const int n = own_thread();
     float scale = 1.f;
     float moved = 0.f;
     if (n < Shape::kCols) {
@@ -457,6 +496,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
     const float move = sum_of_warps<Shape>(memory.stat[3]) * inverse_weight;
     float sums[1][kStrip] = {};
     float counted = 0.f;
+    float most = 0.f;
 #pragma unroll 1
     for (int step = 0; step < kSteps; ++step) {
       const int row = at.row(step);
@@ -466,13 +506,13 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
       fit.offset += before - mean;
       float x[kStrip];
       load_centred(memory, at, places, step, mean, x);
-      const auto [rest, variance] = fit_codes<Shape>(x, w, levels, middle, inverse_weight, fit);
+      float wx[kStrip];
+      const auto [rest, variance] = fit_codes<Shape>(x, w, levels, middle, inverse_weight, fit, wx);
       float q[kStrip];
-      float again[2];
-      take_codes<Shape, false, false>(x, w, coding_of(fit, levels), levels, from, q, again);
       Affine out = fit;
-      restore_gain(code_moments(again[0], 0.f, again[1], rest, inverse_weight), rest, variance,
-                   middle, out);
+      restore_gain(products_of_codes<Shape>(x, w, wx, coding_of(fit, levels), levels, from, rest,
+                                            inverse_weight, q),
+                   rest, variance, middle, out);
       if (tokens.are_cols) {
         const bool raised = raise_scale(true, mean + rest, tokens.bits, out);
         if (__any_sync(0xffffffffu, raised)) {
@@ -485,8 +525,9 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
         }
 #pragma unroll
         for (float& code : q) code += from;
-        put_codes(memory, at, row, q);
+        put_codes(memory, tokens, at, row, q);
         if (at.first_of_row()) memory.out[row] = {out.scale, out.offset + mean};
+        most = fmaxf(most, out.scale);
       } else {
         const bool counts = tokens.row_counts(row) && out.scale > 0.f;
         if (counts && at.first_of_row()) counted += 1.f;
@@ -507,14 +548,17 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
         }
       }
     }
-    if (tokens.are_cols) return;
+    if (tokens.are_cols) {
+      put_warp_max(most, memory.stat[0]);
+      return;
+    }
     put_col_sums<Shape>(at, sums, memory.partial);
     put_warp_sum(counted, memory.stat[4]);
   }
   __syncthreads();
 
   // V: the codes once more, such that the error of each channel has no mean.
-  if (n < Shape::kCols) {
+  if (const int n = own_thread(); n < Shape::kCols) {
     const float count = sum_of_warps<Shape>(memory.stat[4]);
     const float error = 2.f * (col_total<Shape>(memory.partial, 0) - 0.5f * Shape::kRows);
     memory.shift[n] = count > 0.f ? divide(error, count * levels) : 0.f;
@@ -522,6 +566,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
   __syncthreads();
   float shift[kStrip];
   load_cols(memory.shift, at, shift);
+  float most = 0.f;
 #pragma unroll 1
   for (int step = 0; step < kSteps; ++step) {
     const int row = at.row(step);
@@ -557,9 +602,11 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
         q[j] = rounded_code(x[j], coding.slope, fmaf(shift[j], shifted, coding.start), levels);
       }
     }
-    put_codes(memory, at, row, q);
+    put_codes(memory, tokens, at, row, q);
     if (at.first_of_row()) memory.out[row] = {out.scale, out.offset + mean};
+    if (counts) most = fmaxf(most, out.scale);
   }
+  put_warp_max(most, memory.stat[0]);
 }
 
 }  // namespace kvarn::device

@@ -22,7 +22,7 @@ __device__ __forceinline__ CodePairs key_pairs(const uint8_t* codes, int unit, i
   const int row_tile = unit / kUnits;
   const int token = row_tile / 4 * 64 + lane / 4 * 8 + row_tile % 4 * 2;
   const int channel = unit % kUnits * 64 + lane % 4 * 8;
-  const uint8_t* const from = codes + channel * (4 * Shape::kCols) + token;
+  const uint8_t* const from = codes + code_place<Shape>(true, channel, token);
   CodePairs pairs;
 #pragma unroll
   for (int f = 0; f < 4; ++f) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ CodePairs value_pairs(const uint8_t* codes, int unit,
   const int col_tile = unit / kUnits;
   const int token = col_tile / 4 * 64 + lane % 4 * 16 + col_tile % 4 * 2;
   const int channel = unit % kUnits * 64 + lane / 4 * 8;
-  const uint8_t* const from = codes + token * (4 * Shape::kCols) + channel;
+  const uint8_t* const from = codes + code_place<Shape>(false, token, channel);
   const auto channels = [&](int g) {
     return *reinterpret_cast<const uint2*>(from + g * (4 * Shape::kCols));
   };
@@ -115,7 +115,7 @@ template <class Shape, int kBits>
 __device__ __forceinline__ void store_codes(const uint8_t* codes, bool key, uint8_t* out) {
   const bool aligned = reinterpret_cast<uintptr_t>(out) % kLaneBytes == 0;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < Shape::kRows * Shape::kCols / 32; i += Shape::kThreads) {
+  for (int i = own_thread(); i < Shape::kRows * Shape::kCols / 32; i += Shape::kThreads) {
     const int unit = i / kWarpLanes;
     const int lane = i % kWarpLanes;
     uint32_t words[kBits];

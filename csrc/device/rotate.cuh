@@ -1,6 +1,7 @@
 // From keys or values in memory to a rotated tile in shared memory.
 //
-// The rotation is a product with the signs of the Walsh-Hadamard matrix on the tensor core: signs
+// The rotation by a Walsh-Hadamard matrix of D channels is one by 16 channels, a product with signs
+// on the tensor core, and then sums and differences of what a lane has of different sixteens. Signs
 // and 16-bit inputs are exact, products are summed in fp32. An fp32 input is the sum of three bf16
 // numbers, exactly, and is multiplied in three passes. K comes out as [channel][token] (A = signs,
 // B = tokens), V as [token][channel] (A = tokens, B = signs).
@@ -11,6 +12,7 @@
 
 #include <cstdint>
 
+#include "device/copy.cuh"
 #include "device/hadamard.cuh"
 #include "device/mma.cuh"
 #include "device/numeric.cuh"
@@ -21,36 +23,40 @@ namespace kvarn::device {
 
 inline constexpr float kMaxInput = 67108864.f;  ///< 2^26: beyond, sums of squares leave fp32
 
-// Each lane holds a square of 8 x 8 neighbouring elements, each warp 64 rows x 32 columns: lane
-// (r, t) = (lane / 4, lane % 4) the rows 8r .. 8r + 7 and the columns 8t .. 8t + 7 of its warp's
-// part. This is what 4 x 4 accumulators of mma.m16n8k16 give, with matrix row r + 8h of row tile a
-// standing for row 8r + 2a + h and matrix column 2t + p of column tile b for column 8t + 2b + p.
+inline constexpr int kUnits = 8;       ///< of 16 tokens x 16 channels, that a warp has
+inline constexpr int kElements = 64;   ///< of a lane
+inline constexpr int kMostSpan = 128;  ///< channels of a warp
 
-inline constexpr int kSide = 8;                  ///< of a lane's square
-inline constexpr int kElements = kSide * kSide;  ///< of a lane
-
-/// Element (row i, column j) of a lane's square; four by four, they are mma accumulators.
-constexpr KVARN_HD int element(int i, int j) {
-  return 4 * (4 * (i / 2) + j / 2) + 2 * (i % 2) + j % 2;
+/// Element of unit u, of a lane: 2 x 4 of each unit are two accumulators of mma.m16n8k16. `half` is
+/// that of the accumulators' rows; the columns of both stand for four neighbours.
+constexpr KVARN_HD int element(int u, int half, int e) {
+  return 8 * u + 4 * (e / 2) + 2 * half + e % 2;
 }
 
-/// Where a thread is in the product.
-template <class Shape>
-struct SquarePlace {
-  int lane;
-  int warp_row;
-  int warp_col;
-  int row;  ///< first of its square
-  int col;  ///< first of its square
+/// Where a lane's elements are. A warp has all channels of some tokens; of 256, a half.
+template <int kDim>
+struct ProductPlace {
+  static constexpr int kSpan = kDim < kMostSpan ? kDim : kMostSpan;
+  static constexpr int kSpans = kDim / kSpan;
+  static constexpr int kSixteens = kSpan / 16;
+  static constexpr int kSets = kUnits / kSixteens;  ///< sixteens of tokens of a warp
 
-  __device__ __forceinline__ SquarePlace() {
+  unsigned lane;
+  unsigned span;
+  unsigned first_token;
+
+  __device__ __forceinline__ ProductPlace() {
     const unsigned thread = own_thread();
     lane = thread % kWarpLanes;
-    const int warp = thread / kWarpLanes;
-    warp_row = warp / (Shape::kCols / 32);
-    warp_col = warp % (Shape::kCols / 32);
-    row = warp_row * 64 + lane / 4 * kSide;
-    col = warp_col * 32 + lane % 4 * kSide;
+    span = thread / kWarpLanes % kSpans;
+    first_token = thread / kWarpLanes / kSpans * (16 * kSets);
+  }
+
+  __device__ __forceinline__ unsigned token(bool key, int u, int half, int e) const {
+    return first_token + u / kSixteens * 16 + (key ? lane % 4 * 4 + e : half * 8 + lane / 4);
+  }
+  __device__ __forceinline__ unsigned channel(bool key, int u, int half, int e) const {
+    return span * kSpan + u % kSixteens * 16 + (key ? half * 8 + lane / 4 : lane % 4 * 4 + e);
   }
 };
 
@@ -61,15 +67,27 @@ struct TokenRows {
   DType dtype;
   bool rotated;  ///< already
   bool aligned;  ///< every token starts at a multiple of 16 bytes
+
+  /// Whether tokens are copied as they are.
+  __device__ __forceinline__ bool whole() const { return aligned && dtype != DType::kFloat32; }
 };
 
-/// Where a 16-byte chunk of a token lies in shared memory, in chunks: the eight rows that ldmatrix
-/// reads at once fall into different banks, for V (every eighth token) as for K (two neighbours of
-/// every eight).
-template <int kDim>
-__device__ __forceinline__ int chunk_place(int token, int chunk) {
-  const int swizzle = (token >> 3 & 3) | ((token >> 5 ^ token) & 1) << 2;
-  return token * (kDim / 8) + (chunk ^ swizzle);
+/// Tokens, of 16-bit numbers, lie in the gaps of a tile's shared memory: the second kGap bytes of
+/// every two, which is where none of its codes are. So they can be brought while the codes of
+/// another part are packed. What is this far apart among all tokens is so far apart there:
+template <int kGap>
+constexpr KVARN_HD unsigned spread_over_gaps(unsigned bytes) {
+  return bytes / kGap * (2 * kGap) + bytes % kGap;
+}
+
+/// Where a 16-byte chunk of a token lies, in chunks: the eight rows that ldmatrix reads at once
+/// fall into different banks, for V (eight neighbours) as for K (two neighbours of every four).
+/// Every sixteenth token is alike.
+template <int kDim, int kGap>
+__device__ __forceinline__ unsigned chunk_place(unsigned token, unsigned chunk) {
+  const unsigned swizzle = (token & 1) | (token >> 1 & 2) | ((token << 1 ^ token >> 1) & 4);
+  constexpr int kGapChunks = kGap / 16;
+  return spread_over_gaps<kGapChunks>(token * (kDim / 8) + (chunk ^ swizzle)) + kGapChunks;
 }
 
 __device__ __forceinline__ float limit_input(float x) {
@@ -89,7 +107,8 @@ __device__ __forceinline__ __nv_bfloat16 bf16_part(float x, int plane) {
 }
 
 /// bf16 numbers beyond 2^26 are limited; there are hardly ever any.
-__device__ __forceinline__ void limit_bf16(uint4& chunk) {
+__device__ __forceinline__ void limit_bf16(uint4& stored) {
+  const uint4 chunk = stored;
   constexpr uint32_t kMagnitude = 0x7fff7fffu;
   constexpr uint32_t kMost = 0x4c80;  // 2^26
   const uint32_t largest = __vmaxu2(__vmaxu2(chunk.x & kMagnitude, chunk.y & kMagnitude),
@@ -101,38 +120,56 @@ __device__ __forceinline__ void limit_bf16(uint4& chunk) {
     };
     return one(pair & 0xffff) | one(pair >> 16) << 16;
   };
-  chunk = {limit(chunk.x), limit(chunk.y), limit(chunk.z), limit(chunk.w)};
+  stored = {limit(chunk.x), limit(chunk.y), limit(chunk.z), limit(chunk.w)};
 }
 
-/// All tokens to shared memory, as 16-bit numbers. Ordinary 16-bit input takes the first branch.
-template <int kDim, int kTokens, int kThreads>
-__device__ __forceinline__ void load_tokens(const TokenRows& in, int plane, uint4* shared) {
+/// Calls each(place among the chunks of shared memory, distance from in.data) for a thread's share
+/// of the chunks of whole tokens.
+template <int kDim, int kGap, int kTokens, int kThreads, class Each>
+__device__ __forceinline__ void for_chunks(const TokenRows& in, const Each& each) {
   constexpr int kChunks = kDim / 8;
-  constexpr int kLoads = 4;                  // in flight
   constexpr int kStep = kThreads / kChunks;  // tokens
-  static_assert(kTokens % (kLoads * kStep) == 0);
-  if (in.aligned && in.dtype != DType::kFloat32) {
-    const int chunk = threadIdx.x % kChunks;
-#pragma unroll 1
-    for (int token = threadIdx.x / kChunks; token < kTokens; token += kLoads * kStep) {
-      const auto* const from =
-          static_cast<const uint16_t*>(in.data) + token * in.token_stride + chunk * 8;
-      uint4 chunks[kLoads];
+  constexpr int kUnlike = kStep < 16 ? 16 / kStep : 1;
+  static_assert(kTokens % kStep == 0 && kStep % 8 == 0);
+  const unsigned thread = own_thread();
+  const unsigned chunk = thread % kChunks;
+  const unsigned token = thread / kChunks;
+  const int64_t from = token * in.token_stride + chunk * 8;
+  unsigned places[kUnlike];
 #pragma unroll
-      for (int k = 0; k < kLoads; ++k) {
-        chunks[k] = __ldcg(reinterpret_cast<const uint4*>(from + k * kStep * in.token_stride));
-      }
+  for (int k = 0; k < kUnlike; ++k) places[k] = chunk_place<kDim, kGap>(token + k * kStep, chunk);
 #pragma unroll
-      for (int k = 0; k < kLoads; ++k) {
-        if (in.dtype == DType::kBFloat16) limit_bf16(chunks[k]);
-        shared[chunk_place<kDim>(token + k * kStep, chunk)] = chunks[k];
-      }
-    }
-    return;
+  for (int k = 0; k < kTokens / kStep; ++k) {
+    each(places[k % kUnlike] +
+             spread_over_gaps<kGap>(k / kUnlike * (kUnlike * kStep * 2 * kDim)) / 16,
+         from + k * kStep * in.token_stride);
   }
+}
+
+/// Starts to bring whole tokens.
+template <int kDim, int kGap, int kTokens, int kThreads>
+__device__ __forceinline__ void bring_tokens(const TokenRows& in, uint4* shared) {
+  for_chunks<kDim, kGap, kTokens, kThreads>(in, [&](unsigned place, int64_t from) {
+    copy_async_16(shared + place, static_cast<const uint16_t*>(in.data) + from);
+  });
+  copy_async_commit();
+}
+
+/// Those that this thread brought are there.
+template <int kDim, int kGap, int kTokens, int kThreads>
+__device__ __forceinline__ void receive_tokens(const TokenRows& in, uint4* shared) {
+  copy_async_wait<0>();
+  if (in.dtype != DType::kBFloat16) return;
+  for_chunks<kDim, kGap, kTokens, kThreads>(
+      in, [&](unsigned place, int64_t) { limit_bf16(shared[place]); });
+}
+
+/// The same for unaligned tokens, and for one of the three planes of fp32.
+template <int kDim, int kGap, int kTokens, int kThreads>
+__device__ __forceinline__ void load_plane(const TokenRows& in, int plane, uint4* shared) {
   auto* const numbers = reinterpret_cast<uint16_t*>(shared);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < kTokens * kDim; i += kThreads) {
+  for (int i = own_thread(); i < kTokens * kDim; i += kThreads) {
     const int token = i / kDim;
     const int channel = i % kDim;
     const int64_t from = token * in.token_stride + channel;
@@ -147,7 +184,7 @@ __device__ __forceinline__ void load_tokens(const TokenRows& in, int plane, uint
             __float2bfloat16_rn(limit_input(__uint_as_float(uint32_t{bits} << 16))));
       }
     }
-    numbers[8 * chunk_place<kDim>(token, channel / 8) + channel % 8] = bits;
+    numbers[8 * chunk_place<kDim, kGap>(token, channel / 8) + channel % 8] = bits;
   }
 }
 
@@ -161,155 +198,237 @@ __device__ __forceinline__ void load_matrix_x4(uint32_t (&x)[4], uint32_t shared
 inline constexpr uint32_t kBothSigns = 0x80008000u;
 
 /// Both signs of a pair turned if `odd`.
-__device__ __forceinline__ uint32_t turned(int odd) { return odd & 1 ? kBothSigns : 0; }
+__device__ __forceinline__ uint32_t turned(unsigned odd) { return odd & 1 ? kBothSigns : 0; }
 
-/// x += signs times tokens (K). The sign of (channel, k) is the parity of channel & k. With
-/// channel = 64 warp_row + 8r + 2a + h and k = 16 step + 8 high + 2t + p: h meets p, a meets t, r
-/// meets high and the low bits of step, and warp_row the others.
-template <class Shape, bool kBFloat16>
-__device__ __forceinline__ void multiply_keys(const uint4* shared, float (&x)[kElements]) {
-  constexpr int kDim = Shape::kRows;
-  constexpr uint32_t kOnes = kBFloat16 ? 0x3f803f80u : 0x3c003c00u;
-  const SquarePlace<Shape> at;
-  const int r = at.lane / 4;
-  const int t = at.lane % 4;
-  uint32_t signs[4][2];  // by a, h
+/// The pair (channel, k), (channel, k + 1) of the signs, which are the parities of channel & k; of
+/// tokens that are rotated already, of the unit matrix. k is even.
+template <bool kBFloat16>
+__device__ __forceinline__ uint32_t matrix_pair(unsigned channel, unsigned k, bool rotated) {
+  constexpr uint32_t kOne = kBFloat16 ? 0x3f80u : 0x3c00u;
+  if (rotated) return (channel ^ k) / 2 != 0 ? 0 : channel % 2 == 0 ? kOne : kOne << 16;
+  return (kOne << 16 | kOne) ^ turned(__popc(channel & k)) ^ (channel % 2 == 0 ? 0 : 0x80000000u);
+}
+
+/// The same as a factor of the channels of one half, of 256, in those of the other.
+__device__ __forceinline__ uint32_t of_span(uint32_t pair, unsigned to, unsigned from,
+                                            bool rotated) {
+  if (rotated) return to == from ? pair : 0;
+  return pair ^ turned(to & from);
+}
+
+/// x += matrix times tokens (K), over the channels of each sixteen. Of an accumulator, channel = 8
+/// * half + lane / 4 and k = 8 * high + 2 * (lane % 4). Of 256 channels, those of both halves with
+/// the same number in theirs add up.
+template <int kDim, int kGap, bool kBFloat16>
+__device__ __forceinline__ void multiply_keys(const uint4* shared, bool rotated,
+                                              float (&x)[kElements]) {
+  using Place = ProductPlace<kDim>;
+  const Place at;
+  uint32_t pairs[4];
 #pragma unroll
-  for (int a = 0; a < 4; ++a) {
-    signs[a][0] = kOnes ^ turned(__popc(a & t));
-    signs[a][1] = signs[a][0] ^ 0x80000000u;
+  for (int f = 0; f < 4; ++f) {
+    pairs[f] =
+        matrix_pair<kBFloat16>(f % 2 * 8 + at.lane / 4, f / 2 * 8 + at.lane % 4 * 2, rotated);
   }
-  const int matrix = at.lane / 8;  // whose row this lane addresses for ldmatrix
-  const int matrix_row = at.lane % 8;
-  const int token =
-      at.warp_col * 32 + matrix_row / 2 * 8 + matrix / 2 * 2 + matrix_row % 2;  // of b = 0, 1
-  const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-#pragma unroll 2
-  for (int step = 0; step < kDim / 16; ++step) {
-    const int parity = __popc(r >> 1 & step & 3) + __popc(at.warp_row & step >> 2);
-    const uint32_t turn[2] = {turned(parity), turned(parity + r)};
-    uint32_t b[2][4];
+  const unsigned matrix = at.lane / 8;  // whose row this lane addresses for ldmatrix
+  const unsigned n = at.lane % 8;
+  const unsigned token = at.first_token + n / 2 * 4 + matrix / 2 * 2 + n % 2;
+  const auto from = static_cast<uint32_t>(
+      __cvta_generic_to_shared(shared + chunk_place<kDim, kGap>(token, matrix % 2)));
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      load_matrix_x4(b[half], base + 16 * (chunk_place<kDim>(token, 2 * step + matrix % 2) +
-                                           half * 4 * (kDim / 8)));
+  for (int span = 0; span < Place::kSpans; ++span) {
+    uint32_t a[4];
+#pragma unroll
+    for (int f = 0; f < 4; ++f) a[f] = of_span(pairs[f], at.span, span, rotated);
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      const int sixteen = span * Place::kSixteens + u % Place::kSixteens;
+      uint32_t b[4];
+      load_matrix_x4(b, (from ^ spread_over_gaps<kGap>(32 * sixteen)) +
+                            spread_over_gaps<kGap>(u / Place::kSixteens * 16 * (2 * kDim)));
+      mma_m16n8k16<kBFloat16>(x + element(u, 0, 0), a, b[0], b[1]);
+      mma_m16n8k16<kBFloat16>(x + element(u, 0, 2), a, b[2], b[3]);
     }
+  }
+}
+
+/// x += tokens times matrix (V): channel = 4 * (n / 2) + e with e = 2 * (accumulator) + n % 2 and
+/// n = lane / 4; k is as for K.
+template <int kDim, int kGap, bool kBFloat16>
+__device__ __forceinline__ void multiply_values(const uint4* shared, bool rotated,
+                                                float (&x)[kElements]) {
+  using Place = ProductPlace<kDim>;
+  const Place at;
+  const unsigned n = at.lane / 4;
+  uint32_t pairs[4];
 #pragma unroll
-    for (int a = 0; a < 4; ++a) {
-      const uint32_t rows[4] = {signs[a][0] ^ turn[0], signs[a][1] ^ turn[0], signs[a][0] ^ turn[1],
-                                signs[a][1] ^ turn[1]};
+  for (int f = 0; f < 4; ++f) {
+    pairs[f] =
+        matrix_pair<kBFloat16>(n / 2 * 4 + f / 2 * 2 + n % 2, f % 2 * 8 + at.lane % 4 * 2, rotated);
+  }
+  const unsigned matrix = at.lane / 8;
+  const unsigned token = at.first_token + matrix % 2 * 8 + at.lane % 8;
+  const auto from = static_cast<uint32_t>(
+      __cvta_generic_to_shared(shared + chunk_place<kDim, kGap>(token, matrix / 2)));
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        mma_m16n8k16<kBFloat16>(x + 4 * (4 * a + n), rows, b[n / 2][n % 2 * 2],
-                                b[n / 2][n % 2 * 2 + 1]);
+  for (int span = 0; span < Place::kSpans; ++span) {
+    uint32_t b[4];
+#pragma unroll
+    for (int f = 0; f < 4; ++f) b[f] = of_span(pairs[f], at.span, span, rotated);
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      const int sixteen = span * Place::kSixteens + u % Place::kSixteens;
+      uint32_t a[4];
+      load_matrix_x4(a, (from ^ spread_over_gaps<kGap>(32 * sixteen)) +
+                            spread_over_gaps<kGap>(u / Place::kSixteens * 16 * (2 * kDim)));
+      mma_m16n8k16<kBFloat16>(x + element(u, 0, 0), a, b[0], b[1]);
+      mma_m16n8k16<kBFloat16>(x + element(u, 0, 2), a, b[2], b[3]);
+    }
+  }
+}
+
+/// x = norm * the sums and differences over the sixteens of channels.
+template <int kDim>
+__device__ __forceinline__ void join_sixteens(float norm, float (&x)[kElements]) {
+  constexpr int kLast = ProductPlace<kDim>::kSixteens / 2;
+#pragma unroll
+  for (int distance = 1; distance <= kLast; distance *= 2) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      if (u & distance) continue;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float& low = x[8 * u + i];
+        float& high = x[8 * (u + distance) + i];
+        const float a = distance == kLast ? low * norm : low;
+        const float b = high;
+        low = distance == kLast ? fmaf(b, norm, a) : a + b;
+        high = distance == kLast ? fmaf(-b, norm, a) : a - b;
       }
     }
   }
 }
 
-/// x += tokens times signs (V). channel = 32 warp_col + 8 (n / 2) + 2b + n % 2 with n = lane / 4:
-/// its bits meet those of k = 16 step + 8 high + 2t + p in this order: n % 2 p, b t, n / 2 % 2
-/// high, n / 4 step % 2, warp_col the rest of step.
-template <class Shape, bool kBFloat16>
-__device__ __forceinline__ void multiply_values(const uint4* shared, float (&x)[kElements]) {
-  constexpr int kDim = Shape::kCols;
-  constexpr uint32_t kOnes = kBFloat16 ? 0x3f803f80u : 0x3c003c00u;
-  const SquarePlace<Shape> at;
-  const int n = at.lane / 4;
-  const int t = at.lane % 4;
-  uint32_t signs[4];  // by b
+/// The first kHalf of twice as many sums, added to those of the lane `distance` away, or, where the
+/// lane's number has that bit, the last kHalf.
+template <int kHalf, int kSums>
+__device__ __forceinline__ void halve_sums(float (&sums)[kSums], int lane, int distance) {
+  const bool high = lane & distance;
 #pragma unroll
-  for (int b = 0; b < 4; ++b) {
-    signs[b] = kOnes ^ turned(__popc(b & t)) ^ (n % 2 == 1 ? 0x80000000u : 0);
+  for (int i = 0; i < kHalf; ++i) {
+    const float kept = high ? sums[i + kHalf] : sums[i];
+    sums[i] = kept + __shfl_xor_sync(0xffffffffu, high ? sums[i] : sums[i + kHalf], distance);
   }
-  const int matrix = at.lane / 8;
-  const int matrix_row = at.lane % 8;
-  const int token = at.warp_row * 64 + matrix_row * 8 + matrix % 2;  // of a = 0
-  const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-#pragma unroll 2
-  for (int step = 0; step < kDim / 16; ++step) {
-    const int parity = (n / 4 & step & 1) + __popc(at.warp_col & step >> 1);
-    const uint32_t turn[2] = {turned(parity), turned(parity + n / 2)};
-    uint32_t cols[4][2];
+}
+
+/// Sums of squares of the tokens over a warp's channels, for token_energy.
+template <int kDim>
+__device__ __forceinline__ void put_energies(const ProductPlace<kDim>& at, bool key, int tokens,
+                                             const float (&x)[kElements], float* partial) {
+  using Place = ProductPlace<kDim>;
+  constexpr int kSets = Place::kSets;
+  float* const to = partial + at.span * tokens + at.first_token;
+  if (key) {
+    float sums[4 * kSets];
 #pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      cols[b][0] = signs[b] ^ turn[0];
-      cols[b][1] = signs[b] ^ turn[1];
-    }
+    for (int i = 0; i < 4 * kSets; ++i) {
 #pragma unroll
-    for (int a = 0; a < 4; ++a) {
-      uint32_t rows[4];
-      load_matrix_x4(
-          rows, base + 16 * (chunk_place<kDim>(token, 2 * step + matrix / 2) + a * 2 * (kDim / 8)));
-#pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        mma_m16n8k16<kBFloat16>(x + 4 * (4 * a + b), rows, cols[b][0], cols[b][1]);
+      for (int k = 0; k < 2 * Place::kSixteens; ++k) {
+        const float y = x[element(i / 4 * Place::kSixteens + k / 2, k % 2, i % 4)];
+        add_product(sums[i], k == 0, y, y);
       }
     }
-  }
-}
-
-/// x += the tokens as they are.
-template <class Shape, int kDim>
-__device__ __forceinline__ void add_tokens(const uint4* shared, bool key, bool half,
-                                           float (&x)[kElements]) {
-  const SquarePlace<Shape> at;
-  const auto* const numbers = reinterpret_cast<const uint16_t*>(shared);
-#pragma unroll
-  for (int i = 0; i < kSide; ++i) {
-#pragma unroll
-    for (int j = 0; j < kSide; ++j) {
-      const int token = key ? at.col + j : at.row + i;
-      const int channel = key ? at.row + i : at.col + j;
-      const uint16_t bits = numbers[8 * chunk_place<kDim>(token, channel / 8) + channel % 8];
-      x[element(i, j)] +=
-          half ? __half2float(__ushort_as_half(bits)) : __uint_as_float(uint32_t{bits} << 16);
+    int own = 0;
+    if constexpr (kSets == 2) {
+      halve_sums<4>(sums, at.lane, 16);
+      halve_sums<2>(sums, at.lane, 8);
+      halve_sums<1>(sums, at.lane, 4);
+      own = (at.lane & 16) + (at.lane / 8 % 2 * 2 + at.lane / 4 % 2);
+    } else {
+      halve_sums<2>(sums, at.lane, 16);
+      halve_sums<1>(sums, at.lane, 8);
+      sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], 4);
+      own = at.lane / 8;
     }
+    if (kSets == 2 || at.lane / 4 % 2 == 0) to[at.lane % 4 * 4 + own] = sums[0];
+  } else {
+    float sums[2 * kSets];
+#pragma unroll
+    for (int i = 0; i < 2 * kSets; ++i) {
+#pragma unroll
+      for (int k = 0; k < 4 * Place::kSixteens; ++k) {
+        const float y = x[element(i / 2 * Place::kSixteens + k / 4, i % 2, k % 4)];
+        add_product(sums[i], k == 0, y, y);
+      }
+    }
+    int own = 0;
+    if constexpr (kSets == 2) {
+      halve_sums<2>(sums, at.lane, 2);
+      halve_sums<1>(sums, at.lane, 1);
+      own = at.lane % 4;
+    } else {
+      halve_sums<1>(sums, at.lane, 2);
+      sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], 1);
+      own = at.lane / 2 % 2;
+    }
+    if (kSets == 2 || at.lane % 2 == 0) to[8 * own + at.lane / 4] = sums[0];
   }
 }
 
-/// The rotated tile of keys or values in shared memory. The tokens lie where it will be. Ends with
-/// a barrier.
-template <class Shape, bool kMayBeKey, bool kMayBeValue>
+/// Sum of squares of token n, after put_energies and a barrier.
+template <class Shape>
+__device__ __forceinline__ float token_energy(const float* partial, bool key, int n) {
+  static_assert(2 * Shape::kPartials * Shape::kCols >= 2 * Shape::kRows);
+  float energy = partial[n];
+  if ((key ? Shape::kRows : Shape::kCols) > kMostSpan) {
+    energy += partial[n + (key ? Shape::kCols : Shape::kRows)];
+  }
+  return energy;
+}
+
+/// The rotated tile of keys or values in shared memory, and the energies of its tokens. Whole
+/// tokens have been asked for by bring_tokens. They lie where the tile will be. Ends with a
+/// barrier.
+template <class Shape, int kGap, bool kMayBeKey, bool kMayBeValue>
 __device__ __forceinline__ void load_rotated(const TokenRows& in, bool key, uint4* shared,
-                                             float* tile) {
+                                             float* tile, float* energies) {
   constexpr int kDim = kMayBeKey ? Shape::kRows : Shape::kCols;
   constexpr int kTokens = kMayBeKey ? Shape::kCols : Shape::kRows;
-  const bool half = in.dtype == DType::kFloat16;
+  const bool half_precision = in.dtype == DType::kFloat16;
   const int planes = in.dtype == DType::kFloat32 ? 3 : 1;
+  if (in.whole()) receive_tokens<kDim, kGap, kTokens, Shape::kThreads>(in, shared);
   float x[kElements];
 #pragma unroll
   for (int i = 0; i < kElements; ++i) x[i] = 0;
 #pragma unroll 1
   for (int plane = 0; plane < planes; ++plane) {
-    load_tokens<kDim, kTokens, Shape::kThreads>(in, plane, shared);
+    if (!in.whole()) load_plane<kDim, kGap, kTokens, Shape::kThreads>(in, plane, shared);
     __syncthreads();
-    if (in.rotated) {
-      add_tokens<Shape, kDim>(shared, key, half, x);
-    } else {
-      if constexpr (kMayBeKey) {
-        if (key && half) multiply_keys<Shape, false>(shared, x);
-        if (key && !half) multiply_keys<Shape, true>(shared, x);
-      }
-      if constexpr (kMayBeValue) {
-        if (!key && half) multiply_values<Shape, false>(shared, x);
-        if (!key && !half) multiply_values<Shape, true>(shared, x);
-      }
+    if constexpr (kMayBeKey) {
+      if (key && half_precision) multiply_keys<kDim, kGap, false>(shared, in.rotated, x);
+      if (key && !half_precision) multiply_keys<kDim, kGap, true>(shared, in.rotated, x);
+    }
+    if constexpr (kMayBeValue) {
+      if (!key && half_precision) multiply_values<kDim, kGap, false>(shared, in.rotated, x);
+      if (!key && !half_precision) multiply_values<kDim, kGap, true>(shared, in.rotated, x);
     }
     __syncthreads();
   }
-  constexpr float kNorm = orthonormal_scale(kDim);
-  const float norm = in.rotated ? 1.f : kNorm;
-  const SquarePlace<Shape> at;
+  if (!in.rotated) join_sixteens<kDim>(orthonormal_scale(kDim), x);
+  const ProductPlace<kDim> at;
 #pragma unroll
-  for (int i = 0; i < kSide; ++i) {
+  for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
-    for (int j = 0; j < kSide; j += kChunk) {
-      *reinterpret_cast<float4*>(tile + place<Shape>(at.row + i, at.col + j)) = {
-          x[element(i, j)] * norm, x[element(i, j + 1)] * norm, x[element(i, j + 2)] * norm,
-          x[element(i, j + 3)] * norm};
+    for (int half = 0; half < 2; ++half) {
+      const int token = at.token(key, u, half, 0);
+      const int channel = at.channel(key, u, half, 0);
+      *reinterpret_cast<float4*>(
+          tile + (key ? place<Shape>(channel, token) : place<Shape>(token, channel))) = {
+          x[element(u, half, 0)], x[element(u, half, 1)], x[element(u, half, 2)],
+          x[element(u, half, 3)]};
     }
   }
+  put_energies(at, key, kTokens, x, energies);
   __syncthreads();
 }
 

@@ -18,22 +18,25 @@
 
 namespace kvarn::device {
 
-/// The deviation (n - 1) of n numbers from their sum and their sum of squares.
-__device__ __forceinline__ float deviation(float sum, float squares, float n) {
-  if (n < 2.f) return 0.f;
-  const float central = squares - sum * divide(sum, n);
-  return square_root(divide(fmaxf(central, 0.f), n - 1.f));
-}
+/// How many numbers a row or a column has that count, to divide by.
+struct Length {
+  float inverse_of;
+  float inverse_less_one;  ///< 0 of one number, which has no deviation
 
-/// max / min of the deviations of the active rows or columns; 0 if there are none.
-__device__ __forceinline__ float spread(float least, float most) {
-  return most == 0.f ? 0.f : divide(most, fmaxf(least, 1e-8f));
+  __device__ __forceinline__ explicit Length(float n)
+      : inverse_of(inverse(n)), inverse_less_one(n < 2.f ? 0.f : inverse(n - 1.f)) {}
+};
+
+/// The deviation (n - 1) of numbers from their sum and their sum of squares.
+__device__ __forceinline__ float deviation(float sum, float squares, const Length& length) {
+  const float central = squares - sum * (sum * length.inverse_of);
+  return square_root(fmaxf(central, 0.f) * length.inverse_less_one);
 }
 
 /// Deviation of a row of the strip's numbers.
 template <class Shape>
 __device__ __forceinline__ float row_deviation(const float (&x)[kStrip], float about,
-                                               float length) {
+                                               const Length& length) {
   float sums[2];
   row_sums<Shape>(
       [&](int j, bool first, float (&sum)[2]) {
@@ -45,6 +48,30 @@ __device__ __forceinline__ float row_deviation(const float (&x)[kStrip], float a
   return deviation(sums[0], sums[1], length);
 }
 
+/// The least and the largest deviation of the active rows, and of the active columns. Deviations
+/// are >= 0, so that their order is that of their bits.
+struct DeviationEnds {
+  float row_least;
+  float row_most;
+  float col_least;
+  float col_most;
+};
+
+/// A warp's deviations among those of all.
+__device__ __forceinline__ void join_ends(float least, float most, float* all_least,
+                                          float* all_most) {
+  const unsigned of_warp[2] = {__reduce_min_sync(0xffffffffu, __float_as_uint(least)),
+                               __reduce_max_sync(0xffffffffu, __float_as_uint(most))};
+  if (own_thread() % kWarpLanes != 0) return;
+  atomicMin(reinterpret_cast<unsigned*>(all_least), of_warp[0]);
+  atomicMax(reinterpret_cast<unsigned*>(all_most), of_warp[1]);
+}
+
+/// max / min of the deviations of the active rows or columns; 0 if there are none.
+__device__ __forceinline__ float spread(float least, float most) {
+  return most == 0.f ? 0.f : divide(most, fmaxf(least, 1e-8f));
+}
+
 /// Line threads: the column scale of column threadIdx.x, of the tile times `factor`. Dead tokens
 /// must hold the numbers of the last live one. They then have its scale, and add nothing to a
 /// deviation, which is taken about it. Starts after a barrier, ends with one.
@@ -52,24 +79,40 @@ template <class Shape>
 __device__ __forceinline__ float sinkhorn_col_scale(TileMemory<Shape>& memory,
                                                     const Tokens<Shape>& tokens, float factor,
                                                     int iterations) {
-  const int n = threadIdx.x;
+  const int n = own_thread();
   const bool has_col = n < Shape::kCols;
-  float (*const stat)[(Shape::kWarps + 3) / 4 * 4] = memory.stat;
+  // Of even and of odd rounds.
+  static_assert(sizeof(memory.stat) >= 2 * sizeof(DeviationEnds));
+  auto* const ends = reinterpret_cast<DeviationEnds*>(memory.stat);
+  const auto forget = [&](int round) { ends[round & 1] = {kInfinity, 0.f, kInfinity, 0.f}; };
+  if (n < 2) forget(n);
   float row_scale = 1.f;  // of the row that the lane has the totals of
   bool row_active = true;
   float col_scale = 1.f;
-  float col_scale_before = 1.f;
-  float best_col_scale = 1.f;
   float col_deviation = 0.f;
   bool col_active = true;
   float best = 0.f;
   const auto add = [](float a, float b) { return a + b; };
+  const Strip<Shape> at;
+  const StripPlaces<Shape> places(at);
+  const Length row_length(tokens.row_length());
+  const Length col_length(tokens.col_length());
+  const int last_col = tokens.last_col();
+  const int last_row = tokens.last_row();
+  const int last_of_row = place<Shape>(at.row(0), last_col);
+  // Then its sums may be rounded otherwise than those of the row that it is a copy of.
+  const bool is_copy = !tokens.row_counts(at.own_row());
+  // In registers for all rounds: to load the tile twice a round kept shared memory as busy as the
+  // schedulers.
+  float x[kSteps][kStrip];
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) load_strip(memory.tile, places, step, x[step]);
 
 #pragma unroll 1
   for (int round = 0;; ++round) {
     if (has_col) {
       if (round > 0 && col_active) {
-        col_scale_before = col_scale;
+        memory.shift[n] = col_scale;  // waits here
         col_scale = next_scale(col_scale, col_deviation);
       }
       memory.inverse[n] = divide(factor, col_scale);
@@ -77,46 +120,34 @@ __device__ __forceinline__ float sinkhorn_col_scale(TileMemory<Shape>& memory,
     __syncthreads();
     if (round > 0 && has_col) {
       // The previous round can be judged now; its column scales are those before the last change.
-      const int k = (round - 1) % 2 * 4;
-      const float imbalance =
-          spread(min_of_warps<Shape>(stat[k]), max_of_warps<Shape>(stat[k + 1])) +
-          spread(min_of_warps<Shape>(stat[k + 2]), max_of_warps<Shape>(stat[k + 3]));
+      const DeviationEnds of = ends[(round & 1) ^ 1];
+      const float imbalance = spread(of.row_least, of.row_most) + spread(of.col_least, of.col_most);
       if (round == 1 || imbalance <= best * kEqual) {
         best = imbalance;
-        best_col_scale = col_active ? col_scale_before : 1.f;
+        memory.col_scale[n] = col_active ? memory.shift[n] : 1.f;  // and here
       }
     }
     if (round > iterations) break;
 
-    const Strip<Shape> at;
-    const StripPlaces<Shape> places(at);
     float inverse_row;
     {
       float w[kStrip];
       load_cols(memory.inverse, at, w);
-      const int last_col = tokens.last_col();
       const float inverse_last_col = memory.inverse[last_col];
-      const float* const last = memory.tile + place_of<Shape>(at.row(0), last_col);
       float sums[2][kSteps];
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        float x[kStrip];
-        load_strip(memory.tile, places, step, x);
-        const float about = last[step * Shape::kStepPlaces] * inverse_last_col;
-        float of_strip[2];
-        strip_sums(
-            [&](int j, bool is_first, float (&sum)[2]) {
-              const float d = fmaf(x[j], w[j], -about);
-              add_to(sum[0], is_first, d);
-              add_product(sum[1], is_first, d, d);
-            },
-            of_strip);
-        sums[0][step] = of_strip[0];
-        sums[1][step] = of_strip[1];
+        const float about = memory.tile[last_of_row + step * Shape::kStepPlaces] * inverse_last_col;
+#pragma unroll
+        for (int j = 0; j < kStrip; ++j) {
+          const float d = fmaf(x[step][j], w[j], -about);
+          add_to(sums[0][step], j == 0, d);
+          add_product(sums[1][step], j == 0, d, d);
+        }
       }
-      float now = divide(
-          deviation(row_total(at, sums[0], add), row_total(at, sums[1], add), tokens.row_length()),
-          row_scale);
+      float now =
+          divide(deviation(row_total(at, sums[0], add), row_total(at, sums[1], add), row_length),
+                 row_scale);
       if (round == 0) {
         row_active = now != 0.f;
       } else if (row_active) {
@@ -125,28 +156,31 @@ __device__ __forceinline__ float sinkhorn_col_scale(TileMemory<Shape>& memory,
         now *= divide(before, row_scale);
       }
       inverse_row = divide(factor, row_scale);
-      if (at.in_row < kSteps && at.own_row() == tokens.last_row()) {
+      if (at.in_row < kSteps && at.own_row() == last_row) {
         memory.inverse_last_row = inverse_row;
       }
-      put_warp_min(row_active ? now : kInfinity, stat[round % 2 * 4]);
-      put_warp_max(row_active ? now : 0.f, stat[round % 2 * 4 + 1]);
+      DeviationEnds& all = ends[round & 1];
+      join_ends(row_active ? now : kInfinity, row_active ? now : 0.f, &all.row_least,
+                &all.row_most);
     }
     __syncthreads();
     {
-      float about[kStrip];
-      load_strip(memory.tile, at, tokens.last_row(), about);
       const float inverse_last_row = memory.inverse_last_row;
-#pragma unroll
-      for (float& last : about) last *= -inverse_last_row;
-      float sums[2][kStrip];
+      if (is_copy) inverse_row = inverse_last_row;
+      float inverse_of[kSteps];
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        const float inverse_of = __shfl_sync(0xffffffffu, inverse_row, step, kSteps);
-        float x[kStrip];
-        load_strip(memory.tile, places, step, x);
+        inverse_of[step] = __shfl_sync(0xffffffffu, inverse_row, step, kSteps);
+      }
+      float about[kStrip];
+      load_strip(memory.tile, at, last_row, about);
+      float sums[2][kStrip];
 #pragma unroll
-        for (int j = 0; j < kStrip; ++j) {
-          const float d = fmaf(x[j], inverse_of, about[j]);
+      for (int j = 0; j < kStrip; ++j) {
+        const float less = -about[j] * inverse_last_row;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          const float d = fmaf(x[step][j], inverse_of[step], less);
           add_to(sums[0][j], step == 0, d);
           add_product(sums[1][j], step == 0, d, d);
         }
@@ -155,21 +189,20 @@ __device__ __forceinline__ float sinkhorn_col_scale(TileMemory<Shape>& memory,
     }
     __syncthreads();
 
-    float least = kInfinity;
-    float most = 0.f;
     if (has_col) {
       // The sums are of x / row scale.
       col_deviation = divide(deviation(col_total<Shape>(memory.partial, 0),
-                                       col_total<Shape>(memory.partial, 1), tokens.col_length()),
+                                       col_total<Shape>(memory.partial, 1), col_length),
                              col_scale);
       if (round == 0) col_active = col_deviation != 0.f;
-      if (col_active) least = most = col_deviation;
+      DeviationEnds& all = ends[round & 1];
+      join_ends(col_active ? col_deviation : kInfinity, col_active ? col_deviation : 0.f,
+                &all.col_least, &all.col_most);
     }
-    put_warp_min(least, stat[round % 2 * 4 + 2]);
-    put_warp_max(most, stat[round % 2 * 4 + 3]);
+    if (n == 0) forget(round + 1);
   }
   __syncthreads();
-  return best_col_scale;
+  return has_col ? memory.col_scale[n] : 1.f;
 }
 
 }  // namespace kvarn::device

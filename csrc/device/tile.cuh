@@ -3,9 +3,9 @@
 // A lane looks after 16 columns, in four chunks of 4 neighbours, of one row at a time; the lanes of
 // a row are neighbours, so that what a row needs (ranges, moments, codes, least squares) takes a
 // few shuffles and no barrier. Sums along columns stay in the lane's registers from step to step,
-// and only meet those of other rows at the end of a pass. Every pass is a loop over kSteps rows of
-// 16 elements, unrolled only where little is done to each: its code is small enough for the
-// instruction cache, which straight-line code over a whole tile in registers is not.
+// and only meet those of other rows at the end of a pass. Passes that do much to each element are
+// loops over kSteps rows of 16 elements: their code is small enough for the instruction cache,
+// which straight-line code over a whole tile in registers is not.
 //
 // Thread n is also the line thread of column n: it makes scales of the sums of its column.
 #pragma once
@@ -36,7 +36,7 @@ struct TileShape {
   /// memory than sm_80 has.
   static constexpr int kPartials = kWarps < 8 ? kWarps : 8;
   static_assert(kThreads >= kRows && kThreads >= kCols && kLanes >= kSteps);
-  static_assert(kStepRows % 16 == 0, "place() of a row depends on its number in sixteen");
+  static_assert(kStepRows % 2 == 0, "place() of odd rows is another");
 };
 
 /// threadIdx.x; volatile, so that what follows from it is computed anew wherever it is wanted, and
@@ -48,28 +48,35 @@ __device__ __forceinline__ unsigned own_thread() {
 }
 
 /// Where a lane is; every pass makes its own. Lanes of different rows have their chunks in
-/// different orders: chunk k of group g is chunk k ^ (g % 4) of the row. So each register meets
-/// another one of its column at the same place of the lane that it is added to, without a
+/// different orders: chunk k of group g is chunk k ^ (g / kMates % 4) of the row. So each register
+/// meets another one of its column at the same place of the lane that it is added to, without a
 /// selection.
 template <class Shape>
 struct Strip {
+  /// Neighbouring groups that have their chunks in the same order: where a row is half as long as
+  /// there are banks, place() puts the chunks of two into different ones.
+  static constexpr int kMates = Shape::kGroups / kChunks > 1 ? 2 : 1;
+
   int warp;
   int in_row;  ///< number of the lane among those of its row
   int group;
+  int first_row;
+  int first_col;
 
   __device__ __forceinline__ Strip() {
     const unsigned thread = own_thread();
     warp = thread / kWarpLanes;
     in_row = thread % Shape::kLanes;
     group = thread % kWarpLanes / Shape::kLanes;
+    first_row = thread / Shape::kLanes;
+    first_col =
+        thread / Shape::kLanes / kMates % kChunks * (Shape::kCols / kChunks) + in_row * kChunk;
   }
 
-  __device__ __forceinline__ int row(int step) const {
-    return (step * Shape::kWarps + warp) * Shape::kGroups + group;
-  }
+  __device__ __forceinline__ int row(int step) const { return step * Shape::kStepRows + first_row; }
   /// First column of chunk k.
   __device__ __forceinline__ int col(int k) const {
-    return (k ^ (group & 3)) * (Shape::kCols / kChunks) + in_row * kChunk;
+    return first_col ^ k * (Shape::kCols / kChunks);
   }
   /// Of the rows of a lane, the one whose totals it gets from row_total.
   __device__ __forceinline__ int own_row() const { return row(in_row % kSteps); }
@@ -77,17 +84,19 @@ struct Strip {
   __device__ __forceinline__ bool first_of_row() const { return in_row == 0; }
 };
 
-/// Place of the chunk that starts at column `col`; odd eights of rows have every two chunks
-/// exchanged, for the squares of the rotation to be stored without bank conflicts.
+/// Place of element (row, col); odd rows have every two sixteens of columns exchanged, for what the
+/// rotation makes to be stored without bank conflicts. Chunks stay whole.
 template <class Shape>
 __device__ __forceinline__ int place(int row, int col) {
-  return row * Shape::kCols + (col ^ (row >> 1 & kChunk));
+  return row * Shape::kCols + (col ^ (row & 1) * 16);
 }
 
-/// Place of element (row, col).
+/// Where the code of element (row, col) is among all: in the first half of what its row takes, and
+/// such that packing reads those of K by columns, and those of V by every sixteenth row, without
+/// bank conflicts.
 template <class Shape>
-__device__ __forceinline__ int place_of(int row, int col) {
-  return place<Shape>(row, col & ~(kChunk - 1)) + col % kChunk;
+__device__ __forceinline__ int code_place(bool key, int row, int col) {
+  return row * (4 * Shape::kCols) + (row & 16) * 4 + (col ^ (key ? (row & 8) / 2 : row & 32));
 }
 
 /// Where a lane's chunks of its first row are in the tile; those of another row are kStepRows rows
@@ -155,26 +164,12 @@ __device__ __forceinline__ T row_total(const Strip<Shape>& at, const T (&part)[k
   return total;
 }
 
-/// Sums over a strip: add(j, first, sums) adds element j; the first one of a chunk sets the sums.
-/// These do not depend on the order of the chunks.
-template <int kSums, class Add>
-__device__ __forceinline__ void strip_sums(const Add& add, float (&sums)[kSums]) {
-  float part[kChunks][kSums];
-#pragma unroll
-  for (int k = 0; k < kChunks; ++k) {
-#pragma unroll
-    for (int e = 0; e < kChunk; ++e) add(kChunk * k + e, e == 0, part[k]);
-  }
-#pragma unroll
-  for (int q = 0; q < kSums; ++q) {
-    sums[q] = (part[0][q] + part[1][q]) + (part[2][q] + part[3][q]);
-  }
-}
-
-/// The same along a row; all its lanes get the totals.
+/// Sums along a row, of which add(j, first, sums) adds element j; the first one sets them. All its
+/// lanes get the totals.
 template <class Shape, int kSums, class Add>
 __device__ __forceinline__ void row_sums(const Add& add, float (&sums)[kSums]) {
-  strip_sums(add, sums);
+#pragma unroll
+  for (int j = 0; j < kStrip; ++j) add(j, j == 0, sums);
 #pragma unroll
   for (int distance = 1; distance < Shape::kLanes; distance *= 2) {
 #pragma unroll
@@ -236,6 +231,7 @@ __device__ __forceinline__ void put_col_sums(const Strip<Shape>& at, float (&sum
                                              float* partial) {
   constexpr int kGroups = Shape::kGroups;
   constexpr int kLanes = Shape::kLanes;
+  constexpr int kMates = Strip<Shape>::kMates;
   constexpr int kLeft = kGroups >= 4 ? 1 : 2;  // chunks
   constexpr int kStride = kGroups >= 4 ? 1 : 2;
 #pragma unroll
@@ -248,13 +244,13 @@ __device__ __forceinline__ void put_col_sums(const Strip<Shape>& at, float (&sum
       }
     };
     if constexpr (kGroups >= 4) {
-      add(0, 2, 2 * kLanes);
-      add(1, 3, 2 * kLanes);
+      add(0, 2, 2 * kMates * kLanes);
+      add(1, 3, 2 * kMates * kLanes);
     } else {
       add(2, 3, kLanes);
     }
-    add(0, 1, kLanes);
-    if constexpr (kGroups == 8) add(0, 0, 4 * kLanes);
+    add(0, 1, kMates * kLanes);
+    if constexpr (kMates == 2) add(0, 0, kLanes);
   }
   const auto put = [&](bool add) {
 #pragma unroll
@@ -272,7 +268,7 @@ __device__ __forceinline__ void put_col_sums(const Strip<Shape>& at, float (&sum
     }
   };
   if constexpr (Shape::kWarps == Shape::kPartials) {
-    if (at.group < 4) put(false);
+    if (at.group % kMates == 0) put(false);
   } else {
     static_assert(Shape::kWarps == 2 * Shape::kPartials && kGroups <= 4);
     if (at.warp >= Shape::kPartials) put(false);
@@ -284,7 +280,7 @@ __device__ __forceinline__ void put_col_sums(const Strip<Shape>& at, float (&sum
 /// Sum `q` of column threadIdx.x, for its line thread.
 template <class Shape>
 __device__ __forceinline__ float col_total(const float* partial, int q) {
-  const float* const first = partial + q * Shape::kPartials * Shape::kCols + threadIdx.x;
+  const float* const first = partial + q * Shape::kPartials * Shape::kCols + own_thread();
   float total = first[0];
 #pragma unroll
   for (int i = 1; i < Shape::kPartials; ++i) total += first[i * Shape::kCols];
@@ -297,44 +293,32 @@ __device__ __forceinline__ void put_warp_sum(float value, float* of_warps) {
   for (int distance = 1; distance < kWarpLanes; distance *= 2) {
     value += __shfl_xor_sync(0xffffffffu, value, distance);
   }
-  if (threadIdx.x % kWarpLanes == 0) of_warps[threadIdx.x / kWarpLanes] = value;
+  if (const unsigned n = own_thread(); n % kWarpLanes == 0) of_warps[n / kWarpLanes] = value;
 }
 
-/// The order of numbers >= 0 is that of their bits.
-__device__ __forceinline__ void put_warp_min(float value, float* of_warps) {
-  const unsigned least = __reduce_min_sync(0xffffffffu, __float_as_uint(value));
-  if (threadIdx.x % kWarpLanes == 0) of_warps[threadIdx.x / kWarpLanes] = __uint_as_float(least);
+/// Of numbers >= 0, whose order is that of their bits.
+__device__ __forceinline__ float warp_max(float value) {
+  return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(value)));
 }
 
 __device__ __forceinline__ void put_warp_max(float value, float* of_warps) {
-  const unsigned most = __reduce_max_sync(0xffffffffu, __float_as_uint(value));
-  if (threadIdx.x % kWarpLanes == 0) of_warps[threadIdx.x / kWarpLanes] = __uint_as_float(most);
+  const float most = warp_max(value);
+  if (const unsigned n = own_thread(); n % kWarpLanes == 0) of_warps[n / kWarpLanes] = most;
 }
 
-/// Every lane takes a warp's number; all lanes get the result. For whole warps.
+/// The sum of a number of each warp; shorter than shuffles take.
 template <class Shape>
 __device__ __forceinline__ float sum_of_warps(const float* of_warps) {
-  const int lane = threadIdx.x % kWarpLanes;
-  float value = lane < Shape::kWarps ? of_warps[lane] : 0.f;
+  float sum = of_warps[0];
 #pragma unroll
-  for (int distance = 1; distance < Shape::kWarps; distance *= 2) {
-    value += __shfl_xor_sync(0xffffffffu, value, distance);
-  }
-  return __shfl_sync(0xffffffffu, value, 0);
-}
-
-template <class Shape>
-__device__ __forceinline__ float min_of_warps(const float* of_warps) {
-  const int lane = threadIdx.x % kWarpLanes;
-  return __uint_as_float(__reduce_min_sync(
-      0xffffffffu, __float_as_uint(lane < Shape::kWarps ? of_warps[lane] : kInfinity)));
+  for (int i = 1; i < Shape::kWarps; ++i) sum += of_warps[i];
+  return sum;
 }
 
 template <class Shape>
 __device__ __forceinline__ float max_of_warps(const float* of_warps) {
-  const int lane = threadIdx.x % kWarpLanes;
-  return __uint_as_float(
-      __reduce_max_sync(0xffffffffu, __float_as_uint(lane < Shape::kWarps ? of_warps[lane] : 0.f)));
+  const unsigned lane = own_thread() % kWarpLanes;
+  return warp_max(lane < Shape::kWarps ? of_warps[lane] : 0.f);
 }
 
 /// Scale and offset of a row: x ~ q * scale + offset.
@@ -352,11 +336,13 @@ struct TileMemory {
 
   union {
     float tile[Shape::kRows * Shape::kCols];
-    uint4 tokens[Shape::kRows * Shape::kCols / 8];  ///< 16-bit numbers, as they come
-    /// Row i at 4 * kCols * i, over its numbers.
-    uint8_t codes[4 * Shape::kRows * Shape::kCols];
+    uint4 tokens[Shape::kRows * Shape::kCols / 4];  ///< at chunk_place()
+    uint8_t
+        codes[4 * Shape::kRows * Shape::kCols];  ///< at code_place(), over the numbers of their row
   };
-  float partial[2 * Shape::kPartials * Shape::kCols];  ///< sums of columns, of some rows each
+  unsigned part;  ///< which one the block works on
+  alignas(16) float partial[2 * Shape::kPartials *
+                            Shape::kCols];  ///< sums of columns, of some rows each
 
   float inverse[Shape::kCols];  ///< 1 / column scale
   float weight[Shape::kCols];   ///< of a column in the fit of a row
@@ -375,7 +361,7 @@ struct TileMemory {
   float found[kTokens];   ///< sum of squares of what was found
   bool live[kTokens];
 
-  float stat[kStats][(Shape::kWarps + 3) / 4 * 4];
+  alignas(16) float stat[kStats][(Shape::kWarps + 3) / 4 * 4];
   float inverse_last_row;  ///< factor / scale of the last row, in the normalization
   int live_tokens;
   int last_live;  ///< 0 if none is

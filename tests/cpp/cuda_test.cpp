@@ -425,12 +425,13 @@ bool compare_records(const kvarn::Format& format, const Records& got, const Reco
 
 /// A code that differs is one step off, up to 8 * 2^-bits of its element's size; without, the
 /// numbers agree. A column scale that rounds to the other fp16 neighbour changes, with 8 bits, a
-/// sixteenth of the codes of its column. The cases are small: a tile of the worst one may have
-/// three times what tests/test_cuda_quantize.py allows of many together.
+/// sixteenth of the codes of its column; the fits that follow from it, with 4 bits, 39 codes of one
+/// tile here. The cases are small: a tile of the worst one may have six times what
+/// tests/test_cuda_quantize.py allows of many together.
 bool close(const kvarn::Format& format, const Distance& distance) {
   const auto part_is_close = [&](int i) {
     const int bits = i == 0 ? format.key_bits : format.value_bits;
-    return distance.codes[i] <= (bits == 8 ? 3e-3 : 3e-4) &&
+    return distance.codes[i] <= (bits == 8 ? 6e-3 : 6e-4) &&
            distance.numbers[i] <= 1e-3 + std::sqrt(distance.codes[i]) * std::ldexp(8., -bits);
   };
   return part_is_close(0) && part_is_close(1);
