@@ -308,6 +308,16 @@ def test_nearly_equal_lengths(shortest: int, staged: tuple[int, ...] | None, kv_
     check(case, kv_heads, [3 if length > 0 else 0 for length in lengths])
 
 
+@pytest.mark.parametrize("invalid", [-1, 123_456_789, -123_456_789])
+def test_blocks_of_sequences_without_queries_are_not_read(invalid: int) -> None:
+    case = Case(K4V2, [700, 400, 128, 1300], kv_heads=2, dtype=torch.float16, staged=(1,))
+    queries = [1, 0, 0, 3]
+    q = torch.randn(4, 8, 128).half()
+    exact = expected(case, q, queries)
+    case.block_table[1:3] = invalid
+    assert_near(decode(case, q, queries), exact, torch.finfo(torch.float16).eps)
+
+
 @pytest.mark.parametrize("kv_heads", [1, 5])
 @pytest.mark.parametrize("staged", [None, (), (1,), (0, 1), (1, 2)], ids=str)
 def test_staged_tiles_count_by_their_bytes(staged: tuple[int, ...] | None, kv_heads: int) -> None:

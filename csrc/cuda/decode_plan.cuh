@@ -180,7 +180,7 @@ __device__ __forceinline__ SequenceWork sequence_work(const DecodeParams& p, con
     const int splits = (w.end_tile + plan.split_tiles - 1) / plan.split_tiles;
     w.unit_tiles = plan.split_tiles * max((splits + kMaxSplits - 1) / kMaxSplits, 1);
     w.units = (w.end_tile + w.unit_tiles - 1) / w.unit_tiles - w.first_tile / w.unit_tiles;
-  } else if (plan.staged_units > 0 && w.units > 0) {
+  } else if (plan.staged_units > 0 && w.units > 0 && w.queries > 0) {
     // Where there is a pool the open tile is in it, and perhaps the oldest and the newest full one.
     // They take the time of several records.
     const auto is_staged = [&](int tile) {
