@@ -158,7 +158,8 @@ struct StaticFormat {
   static constexpr int kDim_ = kDim;
   static constexpr bool kOneRecord = kHasOneRecord;
   static constexpr int kRowTiles = (kDim < 256 ? kGroup : device::kHalfTokens) / kFragmentDim;
-  // Chains of mma that run side by side; with D = 256 more would not fit the registers.
+  // Chains of mma that run side by side; with D = 256 more would not fit the registers, nor with a
+  // ring of one record, except of 2-bit keys, where fewer chains take more of them.
   static constexpr int kScoreTiles = kDim == 256                  ? 2
                                      : kOneRecord && kKeyBits > 2 ? device::kHalfTiles
                                                                   : kRowTiles;
