@@ -17,6 +17,8 @@ namespace kvarn::cuda {
 
 template <int kKeyBits, int kValueBits, int kGroup, int kDim, bool kIsUsual, bool kHasOneRecord>
 struct StaticFormat;
+template <class F>
+struct WithSplits;
 template <int kDim>
 struct AnyFormat;
 template <class F, int kBlocks>
@@ -61,9 +63,9 @@ struct Device {
 bool has_two_blocks(const Format& f) { return f.head_dim == 64 || f == Format{4, 2, 128, 128}; }
 
 /// For usual decode steps.
-bool has_own_kernel(const Format& f) {
+bool has_own_kernel(const Format& f, bool splits) {
 #define KVARN_IS(k, v, g, d) f == Format{k, v, g, d} ||
-  return KVARN_DECODE_FORMATS(KVARN_IS) false;
+  return splits ? KVARN_SPLITS_FORMATS(KVARN_IS) false : KVARN_DECODE_FORMATS(KVARN_IS) false;
 #undef KVARN_IS
 }
 
@@ -88,7 +90,7 @@ bool wants_one_record(const DecodeParams& p, const Device& device) {
   const bool has_kernel = KVARN_ONE_RECORD_FORMATS(KVARN_IS) false;
 #undef KVARN_IS
   const int64_t items = int64_t{p.kv.seqs} * p.kv.kv_heads;
-  return has_kernel &&
+  return has_kernel && p.split_tokens == 0 &&
          (p.kv.format.head_dim == 256 || items >= int64_t{kItemsOfSm} * device.multiprocessors) &&
          is_compiled_for_sm_90();
 }
@@ -167,7 +169,7 @@ Workspace workspace_of(const DecodeWorkspaceParams& p, const Device& device) {
   const int64_t parts = shape.parts;
   const int64_t grid = device.multiprocessors;
   const int64_t all = split_tiles > 0 ? max_split_units(p, shape, units) : grid;
-  const int64_t flags = split_tiles > 0 ? all * parts : all * 2;
+  const int64_t flags = split_tiles > 0 ? grid : grid * 2;
   w.flag_bytes = (flags * int64_t{sizeof(uint64_t)} + kAlignment - 1) / kAlignment * kAlignment;
   w.piece_bytes = all * parts * state_bytes(p.format, shape) * (split_tiles > 0 ? 1 : 2);
   if (split_tiles == 0) w.warp_piece_bytes = grid * kMaxDecodeWarps * state_bytes(p.format, shape);
@@ -316,7 +318,8 @@ Status decode_attention(const DecodeParams& p) {
   plan.staging_aligned = is_aligned(p.kv.staging.data) && are_aligned(p.kv.staging.stride, 2);
   plan.q_aligned = is_aligned(p.q) && are_aligned(p.q_stride, 2);
   plan.out_aligned = is_aligned(p.out) && are_aligned(p.out_stride, 2);
-  const bool usual = shape.blocks == 1 && has_own_kernel(f) && is_usual(p, plan);
+  const bool splits = plan.split_tiles > 0;
+  const bool usual = shape.blocks == 1 && has_own_kernel(f, splits) && is_usual(p, plan);
   const int room = device.shared_of_block - kDecodeStaticBytes;
   const bool one_record = usual && wants_one_record(p, device);
   const int warps = decode_warps(f, usual, one_record);
@@ -347,6 +350,13 @@ Status decode_attention(const DecodeParams& p) {
 #define KVARN_LAUNCH(k, v, g, d) \
   if (f == Format{k, v, g, d}) return go(launch_decode<StaticFormat<k, v, g, d, true, true>, 1>);
     KVARN_ONE_RECORD_FORMATS(KVARN_LAUNCH)
+#undef KVARN_LAUNCH
+  }
+  if (usual && splits) {
+#define KVARN_LAUNCH(k, v, g, d) \
+  if (f == Format{k, v, g, d})     \
+    return go(launch_decode<WithSplits<StaticFormat<k, v, g, d, true, false>>, 1>);
+    KVARN_SPLITS_FORMATS(KVARN_LAUNCH)
 #undef KVARN_LAUNCH
   }
   if (usual) {

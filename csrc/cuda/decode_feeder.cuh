@@ -34,7 +34,7 @@ class Feeder {
     if (lane_ == 0) {
       TeamShare& share = shared_.share[team_];
       share.first = item(cursor);
-      share.cut_at_begin = plan_.split_tiles == 0 && !cursor.begins_item();
+      share.cut_at_begin = !cursor.begins_item();
     }
     open(cursor);
   }
@@ -84,15 +84,16 @@ class Feeder {
 
   /// Of a team of one warp whose ring is full: how many tiles it can use up and replace one after
   /// the other without anything but copies: records of one piece, none of them its first or last,
-  /// that have been looked up. seen: tokens that all its rows see.
-  __device__ __forceinline__ int run_length(const Visible& seen) const {
+  /// that have been looked up. With splits, none that ends one. seen: tokens that all its rows see.
+  __device__ __forceinline__ int run_length(const StagePiece& piece, const Visible& seen) const {
     if ((flags_ & kEnd) != 0 || plan_.row_parts > 1 || next_ == found_) return 0;
     const int tile = next_ - (kOneRecord ? 1 : plan_.stages);  // to be used up next
     const int group = 1 << plan_.group_shift;
     const int from = max(run_from_, (seen.begin + group - 1) >> plan_.group_shift);
     if (tile < from) return 0;
     const unsigned staged = staged_ahead_ >> (next_ - first_);
-    const int records = staged == 0 ? kWarpLanes : __ffs(static_cast<int>(staged)) - 1;
+    int records = staged == 0 ? kWarpLanes : __ffs(static_cast<int>(staged)) - 1;
+    if (plan_.split_tiles > 0) records = min(records, piece.unit_end - 1 - tile);
     return max(min(min(found_ - next_, end_of_piece() - 1 - next_),
                    min(records, (seen.end >> plan_.group_shift) - tile)),
                0);
@@ -126,7 +127,7 @@ class Feeder {
       shared_.cursor[team_] = cursor;
       if (flags_ & kLastPiece) {
         TeamShare& share = shared_.share[team_];
-        share.cut_at_end = plan_.split_tiles == 0 && !cursor.ends_item();
+        share.cut_at_end = !cursor.ends_item();
         share.middle =
             share.cut_at_end && share.cut_at_begin && share.first.start == cursor.item_start;
       }
@@ -189,8 +190,13 @@ class Feeder {
     if (lane_ == owner) {
       if (flags_ & kFirstTile) {
         const Cursor& c = shared_.cursor[team_];
-        shared_.piece[at] = {c.seq,  c.head,       c.row_block,
-                             c.unit, c.work.units, static_cast<int>(c.item_start)};
+        StagePiece piece{c.seq, c.head, c.row_block, c.work.units, 0, 0, 0};
+        if (plan_.split_tiles > 0) {
+          piece.unit = static_cast<int>(c.item_start) + c.unit;
+          piece.unit_tiles = c.work.unit_tiles;
+          piece.unit_end = c.unit_end();
+        }
+        shared_.piece[at] = piece;
       }
       shared_.tile[at] = {next_, rows > 0 ? token_ : -1, flags_ | (is_last ? kLastTile : 0)};
       if (plan_.row_parts > 1) device::barrier_arrive(&shared_.told[at]);

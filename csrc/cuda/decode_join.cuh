@@ -131,42 +131,63 @@ __device__ __forceinline__ void wait_for_flag(const DecodePlan& plan, const uint
   } while (value != plan.launch);
 }
 
-/// With splits: the warp goes through its share again and adds up, for its rows, what is kept of
-/// the items whose last unit it has. (When it made that unit, others had the units before still to
-/// do.)
-template <int kDim, int kBlocks>
+/// With splits: the warps of a block add up the items that end in it. cursor: at the begin of its
+/// shares. The units of an item are in the workspace; those of blocks before this one are there when
+/// these have raised their flags.
+template <int kDim, int kBlocks, int kWarps>
 __device__ __forceinline__ void join_units(const DecodeParams& p, const DecodePlan& plan,
-                                           const Division& division, Cursor cursor, int part,
+                                           DecodeShared& shared, Cursor cursor, int teams,
                                            int lane) {
   using State = device::SoftmaxState<kDim, kBlocks>;
   constexpr int kStateVectors = State::kVectors * kWarpLanes;
+  constexpr int kColumns = kBlocks * State::kTiles;
   constexpr int kAtOnce = kDim < 256 && kBlocks == 1 ? 8 : 4;
+  int most = 0;  // units of an item
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) most = max(most, shared.scan.most_of_warp[w]);
+  if (most <= 1) return;
+  __syncthreads();  // what this block has is in memory
+  if (threadIdx.x == 0 && shared.share[teams - 1].cut_at_end) {
+    raise_flag(plan, plan.flags + blockIdx.x);
+  }
   const int parts = plan.row_parts;
+  const int64_t begin = cursor.item_start + cursor.unit;
+  int from = static_cast<int>(blockIdx.x);  // where the first item begins, if it ends here
+  int task = own_warp();
 #pragma unroll 1
   for (;;) {
-    if (!cursor.begins_item() && cursor.ends_item()) {
-      const int units = cursor.work.units;
-      const int64_t first = cursor.item_start * parts + part;
-      for (int i = lane; i < units - 1; i += kWarpLanes) {
-        uint64_t* const flag = plan.flags + first + int64_t{i} * parts;
-        wait_for_flag(plan, flag);
-        *flag = 0;  // the same launch may be played again
+    if (cursor.work.units > 1 && cursor.ends_item()) {
+      if (cursor.item_start < begin) {
+        from = shared.division.block_of(cursor.item_start);
+        for (int i = from + lane; i < static_cast<int>(blockIdx.x); i += kWarpLanes) {
+          wait_for_flag(plan, plan.flags + i);
+        }
+        __syncwarp();
       }
-      __syncwarp();
-      const RowPlace place(p, plan, cursor.seq, cursor.head, cursor.row_block, part,
-                           kBlocks * device::kBlockRows);
 #pragma unroll 1
-      for (int column = 0; column < kBlocks * State::kTiles; ++column) {
-        const float4* const at = plan.pieces + first * kStateVectors;
+      for (; task < parts * kColumns; task += kWarps) {
+        const int part = task / kColumns;
+        const int column = task % kColumns;
+        const RowPlace place(p, plan, cursor.seq, cursor.head, cursor.row_block, part,
+                             kBlocks * device::kBlockRows);
+        const float4* const at =
+            plan.pieces + (cursor.item_start * parts + part) * kStateVectors;
         const int64_t stride = int64_t{parts} * kStateVectors;
-        const Pieces pieces{at, at + stride, stride, units};
+        const Pieces pieces{at, at + stride, stride, cursor.work.units};
         write_column<kDim, kBlocks>(p, plan, place, column,
                                     join_column<kAtOnce, kDim, kBlocks>(pieces, column, lane),
                                     lane);
       }
+      task -= parts * kColumns;
     }
-    if (cursor.count == cursor.left) return;
-    cursor.next(p, plan, division);
+    if (cursor.count == cursor.left) break;
+    cursor.next(p, plan, shared.division);
+  }
+  __syncthreads();  // all have seen the flags
+  // The same launch may be played again.
+  for (int i = from + static_cast<int>(threadIdx.x); i < static_cast<int>(blockIdx.x);
+       i += kWarps * kWarpLanes) {
+    plan.flags[i] = 0;
   }
 }
 

@@ -97,7 +97,8 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   touch(params);
   touch(any_plan);
   const DecodeParams p = F::kUsual ? usual(params) : params;
-  const DecodePlan plan = F::kUsual ? usual<F::kOneRecord>(any_plan) : any_plan;
+  const DecodePlan plan =
+      F::kUsual ? usual<F::kOneRecord, F::kSplits>(any_plan) : any_plan;
   const int stage_bytes = F::stage_bytes(plan);
 
   const int team = own_warp() >> plan.parts_shift;
@@ -184,12 +185,17 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
             has_words = true;
           }
         }
+        if (plan.split_tiles > 0 && !(tile.flags & kLastTile) &&
+            uniform(piece().unit_end - tile.tile) == 1 &&
+            (is_record || tile.token + device::kStagedTokens >= F::format(p).group)) {
+          tile.flags |= kLastOfSplit;
+        }
         // At the begin (later, now and then, it is the same).
         if (threadIdx.x == 0 && turn == 0 && (tile.flags & kFirstTile)) {
           shared.front_block = shared.division.block_of(shared.share[0].first.start);
         }
         if (kRuns && p.logits_soft_cap == 0.f) {
-          run = uniform(feeder.run_length(worker.rows.seen.all));
+          run = uniform(feeder.run_length(piece(), worker.rows.seen.all));
         }
       }
       const bool in_run = run > 0;
@@ -249,16 +255,25 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
       }
       if (++turn == 2 * plan.stages) turn = 0;
 
-      if (!(tile.flags & kLastTile)) continue;
+      if (!(tile.flags & (kLastTile | kLastOfSplit))) continue;
       if (worker.rotated) worker.state.rotate(lane);
       constexpr int kWhole = kBeginsItem | kEndsItem;
-      if ((tile.flags & kWhole) == kWhole) {
+      if ((tile.flags & kWhole) == kWhole &&
+          (plan.split_tiles == 0 || uniform(piece().units) == 1)) {
         write_rows(p, plan, place(), lane, worker.state);
       } else if (plan.split_tiles > 0) {
-        const int64_t unit = (int64_t{piece().first_unit} + piece().unit) * plan.row_parts + part;
+        StagePiece& current = piece();
+        const int64_t unit = int64_t{current.unit} * plan.row_parts + part;
         worker.state.store(plan.pieces + unit * kStateVectors, lane);
-        __syncwarp();
-        if (!(tile.flags & kEndsItem) && lane == 0) raise_flag(plan, plan.flags + unit);
+        if (tile.flags & kLastOfSplit) {
+          worker.state.clear();
+          __syncwarp();
+          if (lane == 0) {
+            ++current.unit;
+            current.unit_end += current.unit_tiles;
+          }
+          __syncwarp();
+        }
       } else if (!(tile.flags & kBeginsItem) && (tile.flags & kEndsItem)) {
         worker.state.store(
             plan.warp_pieces +
@@ -271,11 +286,10 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   const int teams = teams_of_block(shared.division);
   if (teams == 0) return;
   if (plan.split_tiles > 0) {
-    if (team >= teams) return;
     Cursor cursor;
     cursor.template start<F::kWarps>(p, plan, shared.division, shared.scan, chunk,
-                                     shared.division.share_of(team));
-    join_units<kDim, kBlocks>(p, plan, shared.division, cursor, part, lane);
+                                     shared.division.share_of(0), static_cast<unsigned>(teams));
+    join_units<kDim, kBlocks, F::kWarps>(p, plan, shared, cursor, teams, lane);
     return;
   }
   __syncthreads();  // the rings are free

@@ -157,6 +157,7 @@ template <int kKeyBits, int kValueBits, int kGroup, int kDim, bool kIsUsual,
 struct StaticFormat {
   static constexpr int kDim_ = kDim;
   static constexpr bool kOneRecord = kHasOneRecord;
+  static constexpr bool kSplits = false;
   static constexpr int kRowTiles = (kDim < 256 ? kGroup : device::kHalfTokens) / kFragmentDim;
   // Chains of mma that run side by side; with D = 256 more would not fit the registers, nor with a
   // ring of one record, except of 2-bit keys, where fewer chains take more of them.
@@ -183,6 +184,12 @@ struct StaticFormat {
   }
 };
 
+/// The usual case of a format with splits.
+template <class F>
+struct WithSplits : F {
+  static constexpr bool kSplits = true;
+};
+
 /// Calls fn with bits as a std::integral_constant.
 template <class Fn>
 __device__ __forceinline__ void with_bits(int bits, const Fn& fn) {
@@ -203,6 +210,7 @@ template <int kDim>
 struct AnyFormat {
   static constexpr int kDim_ = kDim;
   static constexpr bool kOneRecord = false;
+  static constexpr bool kSplits = false;  // in the usual case
   static constexpr int kRowTiles = device::kHalfTiles;
   static constexpr int kScoreTiles = kDim == 256 ? 2 : kRowTiles;
   static constexpr int kSumTiles = device::kHalfTiles;
