@@ -84,16 +84,15 @@ class Feeder {
 
   /// Of a team of one warp whose ring is full: how many tiles it can use up and replace one after
   /// the other without anything but copies: records of one piece, none of them its first or last,
-  /// that have been looked up. With splits, none that ends one. seen: tokens that all its rows see.
-  __device__ __forceinline__ int run_length(const StagePiece& piece, const Visible& seen) const {
+  /// that have been looked up. seen: tokens that all its rows see.
+  __device__ __forceinline__ int run_length(const Visible& seen) const {
     if ((flags_ & kEnd) != 0 || plan_.row_parts > 1 || next_ == found_) return 0;
     const int tile = next_ - (kOneRecord ? 1 : plan_.stages);  // to be used up next
     const int group = 1 << plan_.group_shift;
     const int from = max(run_from_, (seen.begin + group - 1) >> plan_.group_shift);
     if (tile < from) return 0;
     const unsigned staged = staged_ahead_ >> (next_ - first_);
-    int records = staged == 0 ? kWarpLanes : __ffs(static_cast<int>(staged)) - 1;
-    if (plan_.split_tiles > 0) records = min(records, piece.unit_end - 1 - tile);
+    const int records = staged == 0 ? kWarpLanes : __ffs(static_cast<int>(staged)) - 1;
     return max(min(min(found_ - next_, end_of_piece() - 1 - next_),
                    min(records, (seen.end >> plan_.group_shift) - tile)),
                0);
@@ -194,7 +193,7 @@ class Feeder {
         if (plan_.split_tiles > 0) {
           piece.unit = static_cast<int>(c.item_start) + c.unit;
           piece.unit_tiles = c.work.unit_tiles;
-          piece.unit_end = c.unit_end();
+          piece.tiles_left = c.unit_end() - c.tile;
         }
         shared_.piece[at] = piece;
       }

@@ -144,6 +144,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
     }
     int run = 0;   // tiles that need nothing but to be used up and replaced
     int turn = 0;  // stage, and stages more on every second lap: one register for both
+    int tiles_left = 0;  // with splits, of the present one
 #pragma unroll 1
     for (;;) {
       const unsigned parity = turn >= plan.stages ? 1 : 0;
@@ -165,6 +166,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
           __syncwarp();
           open_item(p, plan, place(), worker.rows);
           worker.state.clear();
+          if (plan.split_tiles > 0) tiles_left = uniform(current.tiles_left);
         }
         if ((tile.flags & kFirstTile) || worker.rotated != is_record) {
           if (!(tile.flags & kFirstTile)) worker.state.rotate(lane);
@@ -185,17 +187,12 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
             has_words = true;
           }
         }
-        if (plan.split_tiles > 0 && !(tile.flags & kLastTile) &&
-            uniform(piece().unit_end - tile.tile) == 1 &&
-            (is_record || tile.token + device::kStagedTokens >= F::format(p).group)) {
-          tile.flags |= kLastOfSplit;
-        }
         // At the begin (later, now and then, it is the same).
         if (threadIdx.x == 0 && turn == 0 && (tile.flags & kFirstTile)) {
           shared.front_block = shared.division.block_of(shared.share[0].first.start);
         }
         if (kRuns && p.logits_soft_cap == 0.f) {
-          run = uniform(feeder.run_length(piece(), worker.rows.seen.all));
+          run = uniform(feeder.run_length(worker.rows.seen.all));
         }
       }
       const bool in_run = run > 0;
@@ -255,7 +252,12 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
       }
       if (++turn == 2 * plan.stages) turn = 0;
 
-      if (!(tile.flags & (kLastTile | kLastOfSplit))) continue;
+      if (plan.split_tiles > 0 &&
+          (tile.token < 0 || tile.token + device::kStagedTokens >= F::format(p).group)) {
+        --tiles_left;
+      }
+      const bool is_last = (tile.flags & kLastTile) != 0;
+      if (!is_last && (plan.split_tiles == 0 || tiles_left > 0)) continue;
       if (worker.rotated) worker.state.rotate(lane);
       constexpr int kWhole = kBeginsItem | kEndsItem;
       if ((tile.flags & kWhole) == kWhole &&
@@ -265,13 +267,10 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
         StagePiece& current = piece();
         const int64_t unit = int64_t{current.unit} * plan.row_parts + part;
         worker.state.store(plan.pieces + unit * kStateVectors, lane);
-        if (tile.flags & kLastOfSplit) {
+        if (!is_last) {
           worker.state.clear();
-          __syncwarp();
-          if (lane == 0) {
-            ++current.unit;
-            current.unit_end += current.unit_tiles;
-          }
+          tiles_left = uniform(current.unit_tiles);
+          if (lane == 0) ++current.unit;
           __syncwarp();
         }
       } else if (!(tile.flags & kBeginsItem) && (tile.flags & kEndsItem)) {

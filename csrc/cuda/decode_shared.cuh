@@ -23,7 +23,6 @@ enum StageFlags : int {
   kEndsItem = 16,   ///< and the last
   kNoTile = 32,     ///< the piece has no tiles
   kLastPiece = 64,  ///< of the share
-  kLastOfSplit = 512,  ///< of a split, and another one of the piece follows; set by the warp itself
   // For the feeder alone; what others find of them means nothing.
   kPartOfTile = 128,  ///< what it looked at are staged tokens, and others of the tile follow
   kPending = 256,     ///< their values have not been asked for
@@ -37,8 +36,8 @@ struct alignas(16) StagePiece {
   int units;  ///< of the item
   // With splits, of the one that a warp works on:
   int unit;        ///< its number in the batch
-  int unit_tiles;  ///< of the sequence
-  int unit_end;    ///< the tile behind it
+  int unit_tiles;
+  int tiles_left;  ///< of the first unit of the piece
 };
 
 /// An item that a share has a part of.
