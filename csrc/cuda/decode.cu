@@ -60,7 +60,7 @@ struct Device {
 };
 
 /// Whether there is a kernel in which a warp has 16 rows (the registers do not hold that of all).
-bool has_two_blocks(const Format& f) { return f.head_dim == 64 || f == Format{4, 2, 128, 128}; }
+bool has_two_blocks(const Format& f) { return f.head_dim == 64 || decode_options_are_static(f); }
 
 /// For usual decode steps.
 bool has_own_kernel(const Format& f, bool splits) {
@@ -366,7 +366,7 @@ Status decode_attention(const DecodeParams& p) {
 #undef KVARN_LAUNCH
   }
   const bool one = shape.blocks == 1;
-  if (f == Format{4, 2, 128, 128}) {
+  if (decode_options_are_static(f)) {
     using Known = StaticFormat<4, 2, 128, 128, false, false>;
     return one ? go(launch_decode<Known, 1>) : go(launch_decode<Known, 2>);
   }

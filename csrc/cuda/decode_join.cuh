@@ -132,28 +132,33 @@ __device__ __forceinline__ void wait_for_flag(const DecodePlan& plan, const uint
 }
 
 /// With splits: the warps of a block add up the items that end in it. cursor: at the begin of its
-/// shares. The units of an item are in the workspace; those of blocks before this one are there when
-/// these have raised their flags.
+/// shares. The units of an item are in the workspace, in the basis of records; those of blocks
+/// before this one are there when these have raised their flags. states: of so many warps, in shared
+/// memory.
 template <int kDim, int kBlocks, int kWarps>
 __device__ __forceinline__ void join_units(const DecodeParams& p, const DecodePlan& plan,
                                            DecodeShared& shared, Cursor cursor, int teams,
-                                           int lane) {
+                                           float4* states, int lane) {
   using State = device::SoftmaxState<kDim, kBlocks>;
   constexpr int kStateVectors = State::kVectors * kWarpLanes;
   constexpr int kColumns = kBlocks * State::kTiles;
   constexpr int kAtOnce = kDim < 256 && kBlocks == 1 ? 8 : 4;
+  const int warp = own_warp();
+  const int parts = plan.row_parts;
   int most = 0;  // units of an item
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) most = max(most, shared.scan.most_of_warp[w]);
   if (most <= 1) return;
-  __syncthreads();  // what this block has is in memory
+  __syncthreads();  // what this block has is in memory, and the rings are free
   if (threadIdx.x == 0 && shared.share[teams - 1].cut_at_end) {
     raise_flag(plan, plan.flags + blockIdx.x);
   }
-  const int parts = plan.row_parts;
   const int64_t begin = cursor.item_start + cursor.unit;
   int from = static_cast<int>(blockIdx.x);  // where the first item begins, if it ends here
-  int task = own_warp();
+  int count = 0;                            // of states
+  int task = warp;
+  ItemPlace own{};  // whose state this warp finishes
+  int own_part = 0;
 #pragma unroll 1
   for (;;) {
     if (cursor.work.units > 1 && cursor.ends_item()) {
@@ -164,27 +169,47 @@ __device__ __forceinline__ void join_units(const DecodeParams& p, const DecodePl
         }
         __syncwarp();
       }
+      if (warp >= count && warp < count + parts) {
+        own = {cursor.item_start, cursor.seq, cursor.head, cursor.row_block};
+        own_part = warp - count;
+      }
+      const int64_t stride = int64_t{parts} * kStateVectors;
 #pragma unroll 1
       for (; task < parts * kColumns; task += kWarps) {
         const int part = task / kColumns;
         const int column = task % kColumns;
-        const RowPlace place(p, plan, cursor.seq, cursor.head, cursor.row_block, part,
-                             kBlocks * device::kBlockRows);
-        const float4* const at =
-            plan.pieces + (cursor.item_start * parts + part) * kStateVectors;
-        const int64_t stride = int64_t{parts} * kStateVectors;
-        const Pieces pieces{at, at + stride, stride, cursor.work.units};
-        write_column<kDim, kBlocks>(p, plan, place, column,
-                                    join_column<kAtOnce, kDim, kBlocks>(pieces, column, lane),
-                                    lane);
+        const float4* const at = plan.pieces + (cursor.item_start * parts + part) * kStateVectors;
+        const JoinedColumn joined = join_column<kAtOnce, kDim, kBlocks>(
+            Pieces{at, at + stride, stride, cursor.work.units}, column, lane);
+        float4* const to = states + (count + part) * kStateVectors + lane;
+        to[column * kWarpLanes] = joined.out;
+        if (column % State::kTiles == 0) {
+          to[(kColumns + column / State::kTiles) * kWarpLanes] = {joined.top[0], joined.top[1],
+                                                                  joined.sum[0], joined.sum[1]};
+        }
       }
       task -= parts * kColumns;
+      count += parts;
     }
-    if (cursor.count == cursor.left) break;
+    const bool is_last = cursor.count == cursor.left;
+    if (count > 0 && (is_last || count + parts > kWarps)) {
+      __syncthreads();
+      if (warp < count) {
+        State state;
+        state.load(states + warp * kStateVectors, lane);
+        state.rotate(lane);
+        write_rows(p, plan,
+                   RowPlace(p, plan, own.seq, own.head, own.row_block, own_part,
+                            kBlocks * device::kBlockRows),
+                   lane, state);
+      }
+      __syncthreads();
+      count = 0;
+    }
+    if (is_last) break;
     cursor.next(p, plan, shared.division);
   }
-  __syncthreads();  // all have seen the flags
-  // The same launch may be played again.
+  // All have seen the flags. The same launch may be played again.
   for (int i = from + static_cast<int>(threadIdx.x); i < static_cast<int>(blockIdx.x);
        i += kWarps * kWarpLanes) {
     plan.flags[i] = 0;

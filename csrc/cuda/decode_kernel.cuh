@@ -97,8 +97,9 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   touch(params);
   touch(any_plan);
   const DecodeParams p = F::kUsual ? usual(params) : params;
-  const DecodePlan plan =
-      F::kUsual ? usual<F::kOneRecord, F::kSplits>(any_plan) : any_plan;
+  const DecodePlan plan = F::kUsual      ? usual<F::kOneRecord, F::kSplits>(any_plan)
+                          : kBlocks == 1 ? any_plan
+                                         : without_splits(any_plan);
   const int stage_bytes = F::stage_bytes(plan);
 
   const int team = own_warp() >> plan.parts_shift;
@@ -258,10 +259,12 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
       }
       const bool is_last = (tile.flags & kLastTile) != 0;
       if (!is_last && (plan.split_tiles == 0 || tiles_left > 0)) continue;
-      if (worker.rotated) worker.state.rotate(lane);
       constexpr int kWhole = kBeginsItem | kEndsItem;
-      if ((tile.flags & kWhole) == kWhole &&
-          (plan.split_tiles == 0 || uniform(piece().units) == 1)) {
+      const bool is_whole = (tile.flags & kWhole) == kWhole &&
+                            (plan.split_tiles == 0 || uniform(piece().units) == 1);
+      // What is kept of splits is in the basis of records, in which most of them end.
+      if (worker.rotated == (plan.split_tiles == 0 || is_whole)) worker.state.rotate(lane);
+      if (is_whole) {
         write_rows(p, plan, place(), lane, worker.state);
       } else if (plan.split_tiles > 0) {
         StagePiece& current = piece();
@@ -284,15 +287,16 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   }
   const int teams = teams_of_block(shared.division);
   if (teams == 0) return;
+  auto* const states = reinterpret_cast<float4*>(rings);
   if (plan.split_tiles > 0) {
     Cursor cursor;
     cursor.template start<F::kWarps>(p, plan, shared.division, shared.scan, chunk,
                                      shared.division.share_of(0), static_cast<unsigned>(teams));
-    join_units<kDim, kBlocks, F::kWarps>(p, plan, shared, cursor, teams, lane);
+    join_units<kDim, kBlocks, F::kWarps>(p, plan, shared, cursor, teams, states, lane);
     return;
   }
   __syncthreads();  // the rings are free
-  auto* const last_pieces = reinterpret_cast<float4*>(rings);
+  float4* const last_pieces = states;
   const int own_team = own_warp() >> plan.parts_shift;
   if (own_team < teams && shared.share[own_team].cut_at_end) {
     worker.state.store(last_pieces + own_warp() * kStateVectors, lane);

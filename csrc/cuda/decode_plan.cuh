@@ -33,6 +33,11 @@ constexpr KVARN_HD int decode_warps(const Format& format, bool usual, bool one_r
              : 8;
 }
 
+/// Whether there is a kernel of the format alone that takes all options.
+constexpr KVARN_HD bool decode_options_are_static(const Format& format) {
+  return format == Format{4, 2, 128, 128};
+}
+
 /// A number that is the same in all lanes, told to the compiler: it branches on it without
 /// provisions for lanes that part. All lanes take part, so also in what calls this: own_warp().
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(device::kAllLanes, x, 0); }
@@ -119,6 +124,12 @@ __device__ __forceinline__ DecodePlan usual(DecodePlan plan) {
   plan.row_parts = 1;
   plan.window = -1;
   plan.records_aligned = plan.staging_aligned = plan.q_aligned = plan.out_aligned = true;
+  return plan;
+}
+
+/// With two blocks of rows a warp there are none (RowShape in decode.cu).
+__device__ __forceinline__ DecodePlan without_splits(DecodePlan plan) {
+  plan.split_tiles = 0;
   return plan;
 }
 

@@ -184,12 +184,6 @@ struct StaticFormat {
   }
 };
 
-/// The usual case of a format with splits.
-template <class F>
-struct WithSplits : F {
-  static constexpr bool kSplits = true;
-};
-
 /// Calls fn with bits as a std::integral_constant.
 template <class Fn>
 __device__ __forceinline__ void with_bits(int bits, const Fn& fn) {
@@ -226,6 +220,16 @@ struct AnyFormat {
   __device__ __forceinline__ static int stage_bytes(const DecodePlan& plan) {
     return plan.stage_bytes;
   }
+};
+
+/// The usual case with splits. What else is in the batch decides whether it is one, and must not show
+/// in the result: so as many tokens at once as in the other kernels of the format.
+template <class F>
+struct WithSplits : F {
+  static constexpr bool kSplits = true;
+  static constexpr int kRowTiles = decode_options_are_static(F::kFormat)
+                                       ? F::kRowTiles
+                                       : AnyFormat<F::kDim_>::kRowTiles;
 };
 
 /// Attention over one tile by one warp.
