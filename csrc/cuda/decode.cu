@@ -63,9 +63,16 @@ struct Device {
 bool has_two_blocks(const Format& f) { return f.head_dim == 64 || decode_options_are_static(f); }
 
 /// For usual decode steps.
-bool has_own_kernel(const Format& f, bool splits) {
+bool has_own_kernel(const Format& f) {
 #define KVARN_IS(k, v, g, d) f == Format{k, v, g, d} ||
-  return splits ? KVARN_SPLITS_FORMATS(KVARN_IS) false : KVARN_DECODE_FORMATS(KVARN_IS) false;
+  return KVARN_DECODE_FORMATS(KVARN_IS) false;
+#undef KVARN_IS
+}
+
+/// The same with splits; one_record: whether warps have a ring of one record.
+bool has_splits_kernel(const Format& f, bool one_record) {
+#define KVARN_IS(k, v, g, d, one) (f == Format{k, v, g, d} && one == one_record) ||
+  return KVARN_SPLITS_FORMATS(KVARN_IS) false;
 #undef KVARN_IS
 }
 
@@ -90,9 +97,11 @@ bool wants_one_record(const DecodeParams& p, const Device& device) {
   const bool has_kernel = KVARN_ONE_RECORD_FORMATS(KVARN_IS) false;
 #undef KVARN_IS
   const int64_t items = int64_t{p.kv.seqs} * p.kv.kv_heads;
-  return has_kernel && p.split_tokens == 0 &&
-         (p.kv.format.head_dim == 256 || items >= int64_t{kItemsOfSm} * device.multiprocessors) &&
-         is_compiled_for_sm_90();
+  const bool wants = p.split_tokens > 0
+                         ? has_splits_kernel(p.kv.format, true)
+                         : has_kernel && (p.kv.format.head_dim == 256 ||
+                                          items >= int64_t{kItemsOfSm} * device.multiprocessors);
+  return wants && is_compiled_for_sm_90();
 }
 
 /// How many query rows are worked on together, as many as a sequence of average length has: blocks
@@ -319,9 +328,11 @@ Status decode_attention(const DecodeParams& p) {
   plan.q_aligned = is_aligned(p.q) && are_aligned(p.q_stride, 2);
   plan.out_aligned = is_aligned(p.out) && are_aligned(p.out_stride, 2);
   const bool splits = plan.split_tiles > 0;
-  const bool usual = shape.blocks == 1 && has_own_kernel(f, splits) && is_usual(p, plan);
+  bool one_record = wants_one_record(p, device);
+  const bool usual = shape.blocks == 1 && is_usual(p, plan) &&
+                     (splits ? has_splits_kernel(f, one_record) : has_own_kernel(f));
+  one_record = one_record && usual;
   const int room = device.shared_of_block - kDecodeStaticBytes;
-  const bool one_record = usual && wants_one_record(p, device);
   const int warps = decode_warps(f, usual, one_record);
   // The two stages of a ring of one record share its bytes.
   plan.teams = std::min(warps / plan.row_parts, room / ((one_record ? 1 : 2) * plan.stage_bytes));
@@ -346,17 +357,17 @@ Status decode_attention(const DecodeParams& p) {
   const int ring_bytes = plan.teams * (one_record ? 1 : plan.stages) * plan.stage_bytes;
   const int shared_bytes = std::max(ring_bytes, static_cast<int>(warps * state_bytes(f, shape)));
   const auto go = [&](auto launch) { return launch(p, plan, grid, shared_bytes); };
+  if (usual && splits) {
+#define KVARN_LAUNCH(k, v, g, d, one) \
+  if (f == Format{k, v, g, d})        \
+    return go(launch_decode<WithSplits<StaticFormat<k, v, g, d, true, one>>, 1>);
+    KVARN_SPLITS_FORMATS(KVARN_LAUNCH)
+#undef KVARN_LAUNCH
+  }
   if (one_record) {
 #define KVARN_LAUNCH(k, v, g, d) \
   if (f == Format{k, v, g, d}) return go(launch_decode<StaticFormat<k, v, g, d, true, true>, 1>);
     KVARN_ONE_RECORD_FORMATS(KVARN_LAUNCH)
-#undef KVARN_LAUNCH
-  }
-  if (usual && splits) {
-#define KVARN_LAUNCH(k, v, g, d) \
-  if (f == Format{k, v, g, d})     \
-    return go(launch_decode<WithSplits<StaticFormat<k, v, g, d, true, false>>, 1>);
-    KVARN_SPLITS_FORMATS(KVARN_LAUNCH)
 #undef KVARN_LAUNCH
   }
   if (usual) {

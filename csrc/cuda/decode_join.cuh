@@ -80,12 +80,12 @@ __device__ __forceinline__ JoinedColumn join_column(const Pieces& pieces, int co
     for (int i = 0; i < kAtOnce; ++i) {
       const float a = device::exp2_fast(row[i].x - reference[0]);
       const float b = device::exp2_fast(row[i].y - reference[1]);
-      to.sum[0] += row[i].z * a;
-      to.sum[1] += row[i].w * b;
-      to.out.x += v[i].x * a;
-      to.out.y += v[i].y * b;
-      to.out.z += v[i].z * a;
-      to.out.w += v[i].w * b;
+      to.sum[0] = fmaf(row[i].z, a, to.sum[0]);  // the same in all kernels
+      to.sum[1] = fmaf(row[i].w, b, to.sum[1]);
+      to.out.x = fmaf(v[i].x, a, to.out.x);
+      to.out.y = fmaf(v[i].y, b, to.out.y);
+      to.out.z = fmaf(v[i].z, a, to.out.z);
+      to.out.w = fmaf(v[i].w, b, to.out.w);
     }
     left -= kAtOnce;
     if (left <= 0) return to;
@@ -131,10 +131,16 @@ __device__ __forceinline__ void wait_for_flag(const DecodePlan& plan, const uint
   } while (value != plan.launch);
 }
 
+/// Where a lane's vectors of a split are kept: with those of the same rows, since nothing is kept
+/// of rows that are not there.
+__device__ __forceinline__ int place_of_lane(int lane) {
+  return lane % 4 * device::kBlockRows + lane / 4;
+}
+
 /// With splits: the warps of a block add up the items that end in it. cursor: at the begin of its
 /// shares. The units of an item are in the workspace, in the basis of records; those of blocks
-/// before this one are there when these have raised their flags. states: of so many warps, in shared
-/// memory.
+/// before this one are there when these have raised their flags. states: of so many warps, in
+/// shared memory.
 template <int kDim, int kBlocks, int kWarps>
 __device__ __forceinline__ void join_units(const DecodeParams& p, const DecodePlan& plan,
                                            DecodeShared& shared, Cursor cursor, int teams,
@@ -179,8 +185,11 @@ __device__ __forceinline__ void join_units(const DecodeParams& p, const DecodePl
         const int part = task / kColumns;
         const int column = task % kColumns;
         const float4* const at = plan.pieces + (cursor.item_start * parts + part) * kStateVectors;
-        const JoinedColumn joined = join_column<kAtOnce, kDim, kBlocks>(
-            Pieces{at, at + stride, stride, cursor.work.units}, column, lane);
+        const RowPlace place(p, plan, cursor.seq, cursor.head, cursor.row_block, part,
+                             kBlocks * device::kBlockRows);
+        const Pieces pieces{at, at + stride, stride, place.has_rows(lane) ? cursor.work.units : 0};
+        const JoinedColumn joined =
+            join_column<kAtOnce, kDim, kBlocks>(pieces, column, place_of_lane(lane));
         float4* const to = states + (count + part) * kStateVectors + lane;
         to[column * kWarpLanes] = joined.out;
         if (column % State::kTiles == 0) {

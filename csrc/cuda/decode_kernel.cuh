@@ -143,8 +143,8 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
       }
       if (part == 0) feeder.start(cursor);
     }
-    int run = 0;   // tiles that need nothing but to be used up and replaced
-    int turn = 0;  // stage, and stages more on every second lap: one register for both
+    int run = 0;         // tiles that need nothing but to be used up and replaced
+    int turn = 0;        // stage, and stages more on every second lap: one register for both
     int tiles_left = 0;  // with splits, of the present one
 #pragma unroll 1
     for (;;) {
@@ -260,8 +260,8 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
       const bool is_last = (tile.flags & kLastTile) != 0;
       if (!is_last && (plan.split_tiles == 0 || tiles_left > 0)) continue;
       constexpr int kWhole = kBeginsItem | kEndsItem;
-      const bool is_whole = (tile.flags & kWhole) == kWhole &&
-                            (plan.split_tiles == 0 || uniform(piece().units) == 1);
+      const bool is_whole =
+          (tile.flags & kWhole) == kWhole && (plan.split_tiles == 0 || uniform(piece().units) == 1);
       // What is kept of splits is in the basis of records, in which most of them end.
       if (worker.rotated == (plan.split_tiles == 0 || is_whole)) worker.state.rotate(lane);
       if (is_whole) {
@@ -269,7 +269,9 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
       } else if (plan.split_tiles > 0) {
         StagePiece& current = piece();
         const int64_t unit = int64_t{current.unit} * plan.row_parts + part;
-        worker.state.store(plan.pieces + unit * kStateVectors, lane);
+        if (place().has_rows(lane)) {
+          worker.state.store(plan.pieces + unit * kStateVectors, place_of_lane(lane));
+        }
         if (!is_last) {
           worker.state.clear();
           tiles_left = uniform(current.unit_tiles);

@@ -97,9 +97,9 @@ struct DecodePlan {
 inline bool is_usual(const DecodeParams& p, const DecodePlan& plan) {
   const auto plain = [](const IndexArray& a) { return !a.is_int64 && a.stride == 1; };
   return !p.cu_query_lens && p.causal && p.logits_soft_cap == 0.f && p.sinks == nullptr &&
-         plan.window < 0 && plan.row_parts == 1 && plain(p.kv.seq_lens) &&
-         plain(p.kv.block_slot) && !p.kv.block_table.is_int64 && p.kv.block_table.col_stride == 1 &&
-         plan.records_aligned && plan.staging_aligned && plan.q_aligned && plan.out_aligned &&
+         plan.window < 0 && plan.row_parts == 1 && plain(p.kv.seq_lens) && plain(p.kv.block_slot) &&
+         !p.kv.block_table.is_int64 && p.kv.block_table.col_stride == 1 && plan.records_aligned &&
+         plan.staging_aligned && plan.q_aligned && plan.out_aligned &&
          (p.kv.staging.data == nullptr || p.kv.staging.dtype == p.dtype);
 }
 

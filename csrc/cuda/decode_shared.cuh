@@ -35,7 +35,7 @@ struct alignas(16) StagePiece {
   int row_block;
   int units;  ///< of the item
   // With splits, of the one that a warp works on:
-  int unit;        ///< its number in the batch
+  int unit;  ///< its number in the batch
   int unit_tiles;
   int tiles_left;  ///< of the first unit of the piece
 };

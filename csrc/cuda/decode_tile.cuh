@@ -222,14 +222,13 @@ struct AnyFormat {
   }
 };
 
-/// The usual case with splits. What else is in the batch decides whether it is one, and must not show
-/// in the result: so as many tokens at once as in the other kernels of the format.
+/// The usual case with splits. What else is in the batch decides whether it is one, and must not
+/// show in the result: so as many tokens at once as in the other kernels of the format.
 template <class F>
 struct WithSplits : F {
   static constexpr bool kSplits = true;
-  static constexpr int kRowTiles = decode_options_are_static(F::kFormat)
-                                       ? F::kRowTiles
-                                       : AnyFormat<F::kDim_>::kRowTiles;
+  static constexpr int kRowTiles =
+      decode_options_are_static(F::kFormat) ? F::kRowTiles : AnyFormat<F::kDim_>::kRowTiles;
 };
 
 /// Attention over one tile by one warp.

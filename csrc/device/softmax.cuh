@@ -79,7 +79,8 @@ struct SoftmaxState {
   }
 
   __device__ __forceinline__ void scale_row(int block, int parity, float factor) {
-    sum[block][parity] *= factor;
+    // Not to be fused with what is added next: kernels must agree bit for bit.
+    sum[block][parity] = __fmul_rn(sum[block][parity], factor);
 #pragma unroll
     for (int c = 0; c < kTiles; ++c) {
       out[block][c][parity] *= factor;
