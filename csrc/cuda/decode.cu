@@ -328,10 +328,9 @@ Status decode_attention(const DecodeParams& p) {
   plan.q_aligned = is_aligned(p.q) && are_aligned(p.q_stride, 2);
   plan.out_aligned = is_aligned(p.out) && are_aligned(p.out_stride, 2);
   const bool splits = plan.split_tiles > 0;
-  bool one_record = wants_one_record(p, device);
-  const bool usual = shape.blocks == 1 && is_usual(p, plan) &&
-                     (splits ? has_splits_kernel(f, one_record) : has_own_kernel(f));
-  one_record = one_record && usual;
+  const bool may = shape.blocks == 1 && is_usual(p, plan);
+  const bool one_record = may && wants_one_record(p, device);
+  const bool usual = may && (splits ? has_splits_kernel(f, one_record) : has_own_kernel(f));
   const int room = device.shared_of_block - kDecodeStaticBytes;
   const int warps = decode_warps(f, usual, one_record);
   // The two stages of a ring of one record share its bytes.

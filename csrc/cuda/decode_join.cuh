@@ -131,12 +131,6 @@ __device__ __forceinline__ void wait_for_flag(const DecodePlan& plan, const uint
   } while (value != plan.launch);
 }
 
-/// Where a lane's vectors of a split are kept: with those of the same rows, since nothing is kept
-/// of rows that are not there.
-__device__ __forceinline__ int place_of_lane(int lane) {
-  return lane % 4 * device::kBlockRows + lane / 4;
-}
-
 /// With splits: the warps of a block add up the items that end in it. cursor: at the begin of its
 /// shares. The units of an item are in the workspace, in the basis of records; those of blocks
 /// before this one are there when these have raised their flags. states: of so many warps, in
@@ -169,7 +163,7 @@ __device__ __forceinline__ void join_units(const DecodeParams& p, const DecodePl
   for (;;) {
     if (cursor.work.units > 1 && cursor.ends_item()) {
       if (cursor.item_start < begin) {
-        from = shared.division.block_of(cursor.item_start);
+        from = shared.front_block;
         for (int i = from + lane; i < static_cast<int>(blockIdx.x); i += kWarpLanes) {
           wait_for_flag(plan, plan.flags + i);
         }
@@ -185,11 +179,8 @@ __device__ __forceinline__ void join_units(const DecodeParams& p, const DecodePl
         const int part = task / kColumns;
         const int column = task % kColumns;
         const float4* const at = plan.pieces + (cursor.item_start * parts + part) * kStateVectors;
-        const RowPlace place(p, plan, cursor.seq, cursor.head, cursor.row_block, part,
-                             kBlocks * device::kBlockRows);
-        const Pieces pieces{at, at + stride, stride, place.has_rows(lane) ? cursor.work.units : 0};
-        const JoinedColumn joined =
-            join_column<kAtOnce, kDim, kBlocks>(pieces, column, place_of_lane(lane));
+        const JoinedColumn joined = join_column<kAtOnce, kDim, kBlocks>(
+            Pieces{at, at + stride, stride, cursor.work.units}, column, lane);
         float4* const to = states + (count + part) * kStateVectors + lane;
         to[column * kWarpLanes] = joined.out;
         if (column % State::kTiles == 0) {

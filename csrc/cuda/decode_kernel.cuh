@@ -268,15 +268,13 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
         write_rows(p, plan, place(), lane, worker.state);
       } else if (plan.split_tiles > 0) {
         StagePiece& current = piece();
-        const int64_t unit = int64_t{current.unit} * plan.row_parts + part;
-        if (place().has_rows(lane)) {
-          worker.state.store(plan.pieces + unit * kStateVectors, place_of_lane(lane));
-        }
+        int number = 0;  // lane 0 counts
+        if (lane == 0) number = current.unit++;
+        const int64_t unit = int64_t{uniform(number)} * plan.row_parts + part;
+        worker.state.store(plan.pieces + unit * kStateVectors, lane);
         if (!is_last) {
           worker.state.clear();
           tiles_left = uniform(current.unit_tiles);
-          if (lane == 0) ++current.unit;
-          __syncwarp();
         }
       } else if (!(tile.flags & kBeginsItem) && (tile.flags & kEndsItem)) {
         worker.state.store(

@@ -37,11 +37,6 @@ struct RowPlace {
     count = queries * plan.heads_per_kv;
   }
 
-  /// Whether any row of a lane's state is one of the sequence.
-  __device__ __forceinline__ bool has_rows(int lane) const {
-    return first + 2 * (lane % 4) < count;
-  }
-
   __device__ __forceinline__ int query_of(const DecodePlan& plan, int row) const {
     return queries == 1 ? 0 : row / plan.heads_per_kv;
   }
