@@ -28,6 +28,7 @@ MORE_WARPS = [
     for args in [
         ("kvarn_k4v2_g128", 128), ("kvarn_k4v4_g128", 128), ("kvarn_k4v2_g128", 256),
         ("kvarn_k4v2_g128", 64), ("kvarn_k4v2_g64", 128), ("kvarn_k2v2_g128", 128),
+        ("kvarn_k3v3_g128", 128),
     ]
 ]  # fmt: skip
 
