@@ -18,6 +18,7 @@
   X(4, 2, 128, 128)                 \
   X(4, 4, 128, 128)                 \
   X(2, 2, 128, 128)                 \
+  X(3, 3, 128, 128)                 \
   X(4, 2, 128, 256)
 
 // And those that have one for a usual step with split_tokens, and whether its warps have a ring of
