@@ -32,6 +32,15 @@ MORE_WARPS = [
     ]
 ]  # fmt: skip
 
+#: Whose usual step has a kernel of its own with splits, and others.
+SPLITS = [
+    Format(*args)
+    for args in [
+        ("kvarn_k4v2_g128", 128), ("kvarn_k4v4_g128", 128), ("kvarn_k2v2_g128", 128),
+        ("kvarn_k4v2_g64", 64), ("kvarn_k4v2_g128", 256),
+    ]
+]  # fmt: skip
+
 
 def on_device(tree: dict[str, Any]) -> dict[str, Any]:
     return {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in tree.items()}
@@ -235,6 +244,40 @@ def test_fault07_run_to_run_and_batch(split: int | None) -> None:
         )  # fmt: skip
         for x, y in zip(together, alone, strict=True):
             assert torch.equal(x[rows], y)
+
+
+@pytest.mark.parametrize("split", [128, 384, 2048])
+@pytest.mark.parametrize("fmt", SPLITS, ids=lambda f: f"{f}-{f.head_dim}")
+def test_fault07_a_usual_step_and_others(fmt: Format, split: int) -> None:
+    # The usual step of some formats has a kernel of its own for splits, and what else is in the
+    # batch decides whether it is one: how many query tokens others have, and the type of indices.
+    lengths, kv_heads = [*range(1, 700, 53), 1024, 0, 2176, 9000, 4096, 6145], 3
+    case = Case(fmt, lengths, kv_heads=kv_heads, dtype=torch.float16, staged=(1, 5))
+    n = len(lengths)
+    q = torch.randn(n, 4 * kv_heads, fmt.head_dim).half()
+    usual = decode(case, q, split_tokens=split)
+    assert_near(usual, expected(case, q, None), torch.finfo(torch.float16).eps)
+    # The last sequence with other query tokens: warps with rows of a sequence of their own, or that
+    # share the bytes.
+    for queries in (1, 5, 16 * n):
+        more = torch.cat([q[:-1], torch.randn(queries, *q.shape[1:]).half()])
+        out = decode(case, more, [*[1] * (n - 1), queries], split_tokens=split)
+        assert all(torch.equal(x[: n - 1], y[: n - 1]) for x, y in zip(out, usual, strict=True))
+    paged = on_device({"q": q, **case.paged, "split_tokens": split})
+    wide = paged | {k: paged[k].long() for k in ("block_table", "seq_lens", "block_slot")}
+    out = ops.decode_attention(**wide, return_lse=True)
+    assert all(torch.equal(x, y) for x, y in zip(out, usual, strict=True))
+    # Alone, and among so many that each warp has several splits, as they come and shuffled.
+    for b in range(n):
+        alone = paged | {k: paged[k][b : b + 1] for k in ("q", "block_table", "seq_lens")}
+        out = ops.decode_attention(**alone, return_lse=True)
+        assert all(torch.equal(x[0], y[b]) for x, y in zip(out, usual, strict=True))
+    for order in (torch.arange(n).repeat(40), torch.randint(n, (900,))):
+        order = order.to(DEVICE)
+        many = paged | {k: paged[k][order] for k in ("q", "block_table", "seq_lens")}
+        for _ in range(2):
+            out = ops.decode_attention(**many, return_lse=True)
+            assert all(torch.equal(x, y[order]) for x, y in zip(out, usual, strict=True))
 
 
 # Shapes

@@ -17,6 +17,8 @@ namespace kvarn::cuda {
 
 template <int kKeyBits, int kValueBits, int kGroup, int kDim, bool kIsUsual, bool kHasOneRecord>
 struct StaticFormat;
+template <class F>
+struct WithSplits;
 template <int kDim>
 struct AnyFormat;
 template <class F, int kBlocks>
@@ -58,12 +60,19 @@ struct Device {
 };
 
 /// Whether there is a kernel in which a warp has 16 rows (the registers do not hold that of all).
-bool has_two_blocks(const Format& f) { return f.head_dim == 64 || f == Format{4, 2, 128, 128}; }
+bool has_two_blocks(const Format& f) { return f.head_dim == 64 || decode_options_are_static(f); }
 
 /// For usual decode steps.
 bool has_own_kernel(const Format& f) {
 #define KVARN_IS(k, v, g, d) f == Format{k, v, g, d} ||
   return KVARN_DECODE_FORMATS(KVARN_IS) false;
+#undef KVARN_IS
+}
+
+/// The same with splits; one_record: whether warps have a ring of one record.
+bool has_splits_kernel(const Format& f, bool one_record) {
+#define KVARN_IS(k, v, g, d, one) (f == Format{k, v, g, d} && one == one_record) ||
+  return KVARN_SPLITS_FORMATS(KVARN_IS) false;
 #undef KVARN_IS
 }
 
@@ -88,9 +97,11 @@ bool wants_one_record(const DecodeParams& p, const Device& device) {
   const bool has_kernel = KVARN_ONE_RECORD_FORMATS(KVARN_IS) false;
 #undef KVARN_IS
   const int64_t items = int64_t{p.kv.seqs} * p.kv.kv_heads;
-  return has_kernel &&
-         (p.kv.format.head_dim == 256 || items >= int64_t{kItemsOfSm} * device.multiprocessors) &&
-         is_compiled_for_sm_90();
+  const bool wants = p.split_tokens > 0
+                         ? has_splits_kernel(p.kv.format, true)
+                         : has_kernel && (p.kv.format.head_dim == 256 ||
+                                          items >= int64_t{kItemsOfSm} * device.multiprocessors);
+  return wants && is_compiled_for_sm_90();
 }
 
 /// How many query rows are worked on together, as many as a sequence of average length has: blocks
@@ -167,7 +178,7 @@ Workspace workspace_of(const DecodeWorkspaceParams& p, const Device& device) {
   const int64_t parts = shape.parts;
   const int64_t grid = device.multiprocessors;
   const int64_t all = split_tiles > 0 ? max_split_units(p, shape, units) : grid;
-  const int64_t flags = split_tiles > 0 ? all * parts : all * 2;
+  const int64_t flags = split_tiles > 0 ? grid : grid * 2;
   w.flag_bytes = (flags * int64_t{sizeof(uint64_t)} + kAlignment - 1) / kAlignment * kAlignment;
   w.piece_bytes = all * parts * state_bytes(p.format, shape) * (split_tiles > 0 ? 1 : 2);
   if (split_tiles == 0) w.warp_piece_bytes = grid * kMaxDecodeWarps * state_bytes(p.format, shape);
@@ -315,9 +326,11 @@ Status decode_attention(const DecodeParams& p) {
   plan.staging_aligned = is_aligned(p.kv.staging.data) && are_aligned(p.kv.staging.stride, 2);
   plan.q_aligned = is_aligned(p.q) && are_aligned(p.q_stride, 2);
   plan.out_aligned = is_aligned(p.out) && are_aligned(p.out_stride, 2);
-  const bool usual = shape.blocks == 1 && has_own_kernel(f) && is_usual(p, plan);
+  const bool splits = plan.split_tiles > 0;
+  const bool may = shape.blocks == 1 && is_usual(p, plan);
+  const bool one_record = may && wants_one_record(p, device);
+  const bool usual = may && (splits ? has_splits_kernel(f, one_record) : has_own_kernel(f));
   const int room = device.shared_of_block - kDecodeStaticBytes;
-  const bool one_record = usual && wants_one_record(p, device);
   const int warps = decode_warps(f, usual, one_record);
   // The two stages of a ring of one record share its bytes.
   plan.teams = std::min(warps / plan.row_parts, room / ((one_record ? 1 : 2) * plan.stage_bytes));
@@ -342,6 +355,13 @@ Status decode_attention(const DecodeParams& p) {
   const int ring_bytes = plan.teams * (one_record ? 1 : plan.stages) * plan.stage_bytes;
   const int shared_bytes = std::max(ring_bytes, static_cast<int>(warps * state_bytes(f, shape)));
   const auto go = [&](auto launch) { return launch(p, plan, grid, shared_bytes); };
+  if (usual && splits) {
+#define KVARN_LAUNCH(k, v, g, d, one) \
+  if (f == Format{k, v, g, d})        \
+    return go(launch_decode<WithSplits<StaticFormat<k, v, g, d, true, one>>, 1>);
+    KVARN_SPLITS_FORMATS(KVARN_LAUNCH)
+#undef KVARN_LAUNCH
+  }
   if (one_record) {
 #define KVARN_LAUNCH(k, v, g, d) \
   if (f == Format{k, v, g, d}) return go(launch_decode<StaticFormat<k, v, g, d, true, true>, 1>);
@@ -355,7 +375,7 @@ Status decode_attention(const DecodeParams& p) {
 #undef KVARN_LAUNCH
   }
   const bool one = shape.blocks == 1;
-  if (f == Format{4, 2, 128, 128}) {
+  if (decode_options_are_static(f)) {
     using Known = StaticFormat<4, 2, 128, 128, false, false>;
     return one ? go(launch_decode<Known, 1>) : go(launch_decode<Known, 2>);
   }

@@ -34,7 +34,7 @@ class Feeder {
     if (lane_ == 0) {
       TeamShare& share = shared_.share[team_];
       share.first = item(cursor);
-      share.cut_at_begin = plan_.split_tiles == 0 && !cursor.begins_item();
+      share.cut_at_begin = !cursor.begins_item();
     }
     open(cursor);
   }
@@ -137,7 +137,7 @@ class Feeder {
       shared_.cursor[team_] = cursor;
       if (flags_ & kLastPiece) {
         TeamShare& share = shared_.share[team_];
-        share.cut_at_end = plan_.split_tiles == 0 && !cursor.ends_item();
+        share.cut_at_end = !cursor.ends_item();
         share.middle =
             share.cut_at_end && share.cut_at_begin && share.first.start == cursor.item_start;
       }
@@ -200,8 +200,13 @@ class Feeder {
     if (lane_ == owner) {
       if (flags_ & kFirstTile) {
         const Cursor& c = shared_.cursor[team_];
-        shared_.piece[at] = {c.seq,  c.head,       c.row_block,
-                             c.unit, c.work.units, static_cast<int>(c.item_start)};
+        StagePiece piece{c.seq, c.head, c.row_block, c.work.units, 0, 0, 0};
+        if (plan_.split_tiles > 0) {
+          piece.unit = static_cast<int>(c.item_start) + c.unit;
+          piece.unit_tiles = c.work.unit_tiles;
+          piece.tiles_left = c.unit_end() - c.tile;
+        }
+        shared_.piece[at] = piece;
       }
       shared_.tile[at] = {next_, rows > 0 ? token_ : -1, flags_ | (is_last ? kLastTile : 0)};
       if (plan_.row_parts > 1) device::barrier_arrive(&shared_.told[at]);

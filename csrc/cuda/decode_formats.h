@@ -20,3 +20,10 @@
   X(2, 2, 128, 128)                 \
   X(3, 3, 128, 128)                 \
   X(4, 2, 128, 256)
+
+// And those that have one for a usual step with split_tokens, and whether its warps have a ring of
+// one record: decode_k*_splits.cu.
+#define KVARN_SPLITS_FORMATS(X) \
+  X(4, 2, 128, 128, false)      \
+  X(4, 4, 128, 128, true)       \
+  X(2, 2, 128, 128, false)

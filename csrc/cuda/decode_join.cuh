@@ -80,12 +80,12 @@ __device__ __forceinline__ JoinedColumn join_column(const Pieces& pieces, int co
     for (int i = 0; i < kAtOnce; ++i) {
       const float a = device::exp2_fast(row[i].x - reference[0]);
       const float b = device::exp2_fast(row[i].y - reference[1]);
-      to.sum[0] += row[i].z * a;
-      to.sum[1] += row[i].w * b;
-      to.out.x += v[i].x * a;
-      to.out.y += v[i].y * b;
-      to.out.z += v[i].z * a;
-      to.out.w += v[i].w * b;
+      to.sum[0] = fmaf(row[i].z, a, to.sum[0]);  // the same in all kernels
+      to.sum[1] = fmaf(row[i].w, b, to.sum[1]);
+      to.out.x = fmaf(v[i].x, a, to.out.x);
+      to.out.y = fmaf(v[i].y, b, to.out.y);
+      to.out.z = fmaf(v[i].z, a, to.out.z);
+      to.out.w = fmaf(v[i].w, b, to.out.w);
     }
     left -= kAtOnce;
     if (left <= 0) return to;
@@ -131,42 +131,88 @@ __device__ __forceinline__ void wait_for_flag(const DecodePlan& plan, const uint
   } while (value != plan.launch);
 }
 
-/// With splits: the warp goes through its share again and adds up, for its rows, what is kept of
-/// the items whose last unit it has. (When it made that unit, others had the units before still to
-/// do.)
-template <int kDim, int kBlocks>
+/// With splits: the warps of a block add up the items that end in it. cursor: at the begin of its
+/// shares. The units of an item are in the workspace, in the basis of records; those of blocks
+/// before this one are there when these have raised their flags. states: of so many warps, in
+/// shared memory.
+template <int kDim, int kBlocks, int kWarps>
 __device__ __forceinline__ void join_units(const DecodeParams& p, const DecodePlan& plan,
-                                           const Division& division, Cursor cursor, int part,
-                                           int lane) {
+                                           DecodeShared& shared, Cursor cursor, int teams,
+                                           float4* states, int lane) {
   using State = device::SoftmaxState<kDim, kBlocks>;
   constexpr int kStateVectors = State::kVectors * kWarpLanes;
+  constexpr int kColumns = kBlocks * State::kTiles;
   constexpr int kAtOnce = kDim < 256 && kBlocks == 1 ? 8 : 4;
+  const int warp = own_warp();
   const int parts = plan.row_parts;
+  int most = 0;  // units of an item
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) most = max(most, shared.scan.most_of_warp[w]);
+  if (most <= 1) return;
+  __syncthreads();  // what this block has is in memory, and the rings are free
+  if (threadIdx.x == 0 && shared.share[teams - 1].cut_at_end) {
+    raise_flag(plan, plan.flags + blockIdx.x);
+  }
+  const int64_t begin = cursor.item_start + cursor.unit;
+  int from = static_cast<int>(blockIdx.x);  // where the first item begins, if it ends here
+  int count = 0;                            // of states
+  int task = warp;
+  ItemPlace own{};  // whose state this warp finishes
+  int own_part = 0;
 #pragma unroll 1
   for (;;) {
-    if (!cursor.begins_item() && cursor.ends_item()) {
-      const int units = cursor.work.units;
-      const int64_t first = cursor.item_start * parts + part;
-      for (int i = lane; i < units - 1; i += kWarpLanes) {
-        uint64_t* const flag = plan.flags + first + int64_t{i} * parts;
-        wait_for_flag(plan, flag);
-        *flag = 0;  // the same launch may be played again
+    if (cursor.work.units > 1 && cursor.ends_item()) {
+      if (cursor.item_start < begin) {
+        from = shared.front_block;
+        for (int i = from + lane; i < static_cast<int>(blockIdx.x); i += kWarpLanes) {
+          wait_for_flag(plan, plan.flags + i);
+        }
+        __syncwarp();
       }
-      __syncwarp();
-      const RowPlace place(p, plan, cursor.seq, cursor.head, cursor.row_block, part,
-                           kBlocks * device::kBlockRows);
+      if (warp >= count && warp < count + parts) {
+        own = {cursor.item_start, cursor.seq, cursor.head, cursor.row_block};
+        own_part = warp - count;
+      }
+      const int64_t stride = int64_t{parts} * kStateVectors;
 #pragma unroll 1
-      for (int column = 0; column < kBlocks * State::kTiles; ++column) {
-        const float4* const at = plan.pieces + first * kStateVectors;
-        const int64_t stride = int64_t{parts} * kStateVectors;
-        const Pieces pieces{at, at + stride, stride, units};
-        write_column<kDim, kBlocks>(p, plan, place, column,
-                                    join_column<kAtOnce, kDim, kBlocks>(pieces, column, lane),
-                                    lane);
+      for (; task < parts * kColumns; task += kWarps) {
+        const int part = task / kColumns;
+        const int column = task % kColumns;
+        const float4* const at = plan.pieces + (cursor.item_start * parts + part) * kStateVectors;
+        const JoinedColumn joined = join_column<kAtOnce, kDim, kBlocks>(
+            Pieces{at, at + stride, stride, cursor.work.units}, column, lane);
+        float4* const to = states + (count + part) * kStateVectors + lane;
+        to[column * kWarpLanes] = joined.out;
+        if (column % State::kTiles == 0) {
+          to[(kColumns + column / State::kTiles) * kWarpLanes] = {joined.top[0], joined.top[1],
+                                                                  joined.sum[0], joined.sum[1]};
+        }
       }
+      task -= parts * kColumns;
+      count += parts;
     }
-    if (cursor.count == cursor.left) return;
-    cursor.next(p, plan, division);
+    const bool is_last = cursor.count == cursor.left;
+    if (count > 0 && (is_last || count + parts > kWarps)) {
+      __syncthreads();
+      if (warp < count) {
+        State state;
+        state.load(states + warp * kStateVectors, lane);
+        state.rotate(lane);
+        write_rows(p, plan,
+                   RowPlace(p, plan, own.seq, own.head, own.row_block, own_part,
+                            kBlocks * device::kBlockRows),
+                   lane, state);
+      }
+      __syncthreads();
+      count = 0;
+    }
+    if (is_last) break;
+    cursor.next(p, plan, shared.division);
+  }
+  // All have seen the flags. The same launch may be played again.
+  for (int i = from + static_cast<int>(threadIdx.x); i < static_cast<int>(blockIdx.x);
+       i += kWarps * kWarpLanes) {
+    plan.flags[i] = 0;
   }
 }
 

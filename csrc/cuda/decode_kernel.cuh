@@ -10,7 +10,7 @@
 // A ring of whole records in shared memory stands before each team; its first warp keeps it full
 // (decode_feeder.cuh). Staged tiles pass it 16 tokens at a time (attention_staged.cuh). Items that
 // lie in several shares are put together in the same launch (decode_join.cuh); partial results are
-// in the original basis.
+// in the original basis, those of splits in that of records.
 //
 // Where the registers suffice there are twelve warps a block instead of eight (decode_warps()). For
 // some steps the ring of each warp is one record (kOneRecord): twelve with D = G = 128, or eight
@@ -97,7 +97,9 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   touch(params);
   touch(any_plan);
   const DecodeParams p = F::kUsual ? usual(params) : params;
-  const DecodePlan plan = F::kUsual ? usual<F::kOneRecord>(any_plan) : any_plan;
+  const DecodePlan plan = F::kUsual      ? usual<F::kOneRecord, F::kSplits>(any_plan)
+                          : kBlocks == 1 ? any_plan
+                                         : without_splits(any_plan);
   const int stage_bytes = F::stage_bytes(plan);
 
   const int team = own_warp() >> plan.parts_shift;
@@ -141,8 +143,9 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
       }
       if (part == 0) feeder.start(cursor);
     }
-    int run = 0;   // tiles that need nothing but to be used up and replaced
-    int turn = 0;  // stage, and stages more on every second lap: one register for both
+    int run = 0;         // tiles that need nothing but to be used up and replaced
+    int turn = 0;        // stage, and stages more on every second lap: one register for both
+    int tiles_left = 0;  // with splits, of the present one
 #pragma unroll 1
     for (;;) {
       const unsigned parity = turn >= plan.stages ? 1 : 0;
@@ -164,6 +167,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
           __syncwarp();
           open_item(p, plan, place(), worker.rows);
           worker.state.clear();
+          if (plan.split_tiles > 0) tiles_left = uniform(current.tiles_left);
         }
         if ((tile.flags & kFirstTile) || worker.rotated != is_record) {
           if (!(tile.flags & kFirstTile)) worker.state.rotate(lane);
@@ -249,16 +253,29 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
       }
       if (++turn == 2 * plan.stages) turn = 0;
 
-      if (!(tile.flags & kLastTile)) continue;
-      if (worker.rotated) worker.state.rotate(lane);
+      if (plan.split_tiles > 0 &&
+          (tile.token < 0 || tile.token + device::kStagedTokens >= F::format(p).group)) {
+        --tiles_left;
+      }
+      const bool is_last = (tile.flags & kLastTile) != 0;
+      if (!is_last && (plan.split_tiles == 0 || tiles_left > 0)) continue;
       constexpr int kWhole = kBeginsItem | kEndsItem;
-      if ((tile.flags & kWhole) == kWhole) {
+      const bool is_whole =
+          (tile.flags & kWhole) == kWhole && (plan.split_tiles == 0 || uniform(piece().units) == 1);
+      // What is kept of splits is in the basis of records, in which most of them end.
+      if (worker.rotated == (plan.split_tiles == 0 || is_whole)) worker.state.rotate(lane);
+      if (is_whole) {
         write_rows(p, plan, place(), lane, worker.state);
       } else if (plan.split_tiles > 0) {
-        const int64_t unit = (int64_t{piece().first_unit} + piece().unit) * plan.row_parts + part;
+        StagePiece& current = piece();
+        int number = 0;  // lane 0 counts
+        if (lane == 0) number = current.unit++;
+        const int64_t unit = int64_t{uniform(number)} * plan.row_parts + part;
         worker.state.store(plan.pieces + unit * kStateVectors, lane);
-        __syncwarp();
-        if (!(tile.flags & kEndsItem) && lane == 0) raise_flag(plan, plan.flags + unit);
+        if (!is_last) {
+          worker.state.clear();
+          tiles_left = uniform(current.unit_tiles);
+        }
       } else if (!(tile.flags & kBeginsItem) && (tile.flags & kEndsItem)) {
         worker.state.store(
             plan.warp_pieces +
@@ -270,16 +287,16 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   }
   const int teams = teams_of_block(shared.division);
   if (teams == 0) return;
+  auto* const states = reinterpret_cast<float4*>(rings);
   if (plan.split_tiles > 0) {
-    if (team >= teams) return;
     Cursor cursor;
     cursor.template start<F::kWarps>(p, plan, shared.division, shared.scan, chunk,
-                                     shared.division.share_of(team));
-    join_units<kDim, kBlocks>(p, plan, shared.division, cursor, part, lane);
+                                     shared.division.share_of(0), static_cast<unsigned>(teams));
+    join_units<kDim, kBlocks, F::kWarps>(p, plan, shared, cursor, teams, states, lane);
     return;
   }
   __syncthreads();  // the rings are free
-  auto* const last_pieces = reinterpret_cast<float4*>(rings);
+  float4* const last_pieces = states;
   const int own_team = own_warp() >> plan.parts_shift;
   if (own_team < teams && shared.share[own_team].cut_at_end) {
     worker.state.store(last_pieces + own_warp() * kStateVectors, lane);

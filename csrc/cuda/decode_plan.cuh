@@ -33,6 +33,11 @@ constexpr KVARN_HD int decode_warps(const Format& format, bool usual, bool one_r
              : 8;
 }
 
+/// Whether there is a kernel of the format alone that takes all options.
+constexpr KVARN_HD bool decode_options_are_static(const Format& format) {
+  return format == Format{4, 2, 128, 128};
+}
+
 /// A number that is the same in all lanes, told to the compiler: it branches on it without
 /// provisions for lanes that part. All lanes take part, so also in what calls this: own_warp().
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(device::kAllLanes, x, 0); }
@@ -82,7 +87,7 @@ struct DecodePlan {
   bool out_aligned;
   RecordLayout layout;
   uint64_t launch;      ///< a number that no flag has by chance
-  uint64_t* flags;      ///< of pieces: [grid][2]; with splits: [units][row_parts]
+  uint64_t* flags;      ///< of blocks' pieces: [grid][2]; with splits: [grid]
   float4* pieces;       ///< of blocks: [grid][2][row_parts]; with splits: [units][row_parts]
   float4* warp_pieces;  ///< [grid][warps]
 };
@@ -92,9 +97,9 @@ struct DecodePlan {
 inline bool is_usual(const DecodeParams& p, const DecodePlan& plan) {
   const auto plain = [](const IndexArray& a) { return !a.is_int64 && a.stride == 1; };
   return !p.cu_query_lens && p.causal && p.logits_soft_cap == 0.f && p.sinks == nullptr &&
-         plan.window < 0 && plan.split_tiles == 0 && plan.row_parts == 1 && plain(p.kv.seq_lens) &&
-         plain(p.kv.block_slot) && !p.kv.block_table.is_int64 && p.kv.block_table.col_stride == 1 &&
-         plan.records_aligned && plan.staging_aligned && plan.q_aligned && plan.out_aligned &&
+         plan.window < 0 && plan.row_parts == 1 && plain(p.kv.seq_lens) && plain(p.kv.block_slot) &&
+         !p.kv.block_table.is_int64 && p.kv.block_table.col_stride == 1 && plan.records_aligned &&
+         plan.staging_aligned && plan.q_aligned && plan.out_aligned &&
          (p.kv.staging.data == nullptr || p.kv.staging.dtype == p.dtype);
 }
 
@@ -110,14 +115,21 @@ __device__ __forceinline__ DecodeParams usual(DecodeParams p) {
   return p;
 }
 
-template <bool kHasOneRecord>
+template <bool kHasOneRecord, bool kHasSplits>
 __device__ __forceinline__ DecodePlan usual(DecodePlan plan) {
   if (kHasOneRecord) plan.stages = 2;
+  if (!kHasSplits) plan.split_tiles = 0;
+  __builtin_assume((plan.split_tiles > 0) == kHasSplits);
   plan.parts_shift = 0;
   plan.row_parts = 1;
   plan.window = -1;
-  plan.split_tiles = 0;
   plan.records_aligned = plan.staging_aligned = plan.q_aligned = plan.out_aligned = true;
+  return plan;
+}
+
+/// With two blocks of rows a warp there are none (RowShape in decode.cu).
+__device__ __forceinline__ DecodePlan without_splits(DecodePlan plan) {
+  plan.split_tiles = 0;
   return plan;
 }
 
@@ -353,8 +365,7 @@ __device__ __forceinline__ void divide(const DecodeParams& p, const DecodePlan& 
   __syncthreads();
 }
 
-/// Walks through the units of a share, piece after piece: what the share has of an item or, with
-/// splits, one split.
+/// Walks through the units of a share, or of several, piece after piece: what they have of an item.
 struct Cursor {
   int seq;
   int head;
@@ -370,9 +381,9 @@ struct Cursor {
   template <int kWarps>
   __device__ __forceinline__ void start(const DecodeParams& p, const DecodePlan& plan,
                                         const Division& d, const SequenceScan& scan, int chunk,
-                                        unsigned share) {
+                                        unsigned share, unsigned shares = 1) {
     const int64_t begin = d.share_begin(share);
-    left = static_cast<int>(d.share_begin(share + 1) - begin);
+    left = static_cast<int>(d.share_begin(share + shares) - begin);
     // The last thread whose sequences begin at or before `begin`: first of every kWarps-th, then of
     // those behind it.
     const auto last_of = [&](bool is) {
@@ -423,6 +434,11 @@ struct Cursor {
     open(p, plan);
   }
 
+  /// With splits: the tile behind the first unit of the piece.
+  __device__ __forceinline__ int unit_end() const {
+    return (work.first_tile / work.unit_tiles + unit + 1) * work.unit_tiles;
+  }
+
   __device__ __forceinline__ bool begins_item() const { return unit == 0; }
   __device__ __forceinline__ bool ends_item() const { return unit + count == work.units; }
 
@@ -443,7 +459,9 @@ struct Cursor {
   }
 
   __device__ __forceinline__ void open(const DecodeParams& p, const DecodePlan& plan) {
-    count = plan.split_tiles > 0 ? 1 : min(left, work.units - unit);
+    count = min(left, work.units - unit);
+    // Of several row blocks some may see nothing of a split, which is then a piece without tiles.
+    if (plan.split_tiles > 0 && work.row_blocks > 1) count = 1;
     tile = tile_of(plan, unit);
     tile_end = tile_of(plan, unit + count);
     if (work.row_blocks == 1) return;

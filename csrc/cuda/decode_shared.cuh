@@ -33,9 +33,11 @@ struct alignas(16) StagePiece {
   int seq;
   int head;
   int row_block;
-  int unit;        ///< with splits, of the item
-  int units;       ///< of the item
-  int first_unit;  ///< with splits, number of the item's first unit in the batch
+  int units;  ///< of the item
+  // With splits, of the one that a warp works on:
+  int unit;  ///< its number in the batch
+  int unit_tiles;
+  int tiles_left;  ///< of the first unit of the piece
 };
 
 /// An item that a share has a part of.

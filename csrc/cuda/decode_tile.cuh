@@ -157,6 +157,7 @@ template <int kKeyBits, int kValueBits, int kGroup, int kDim, bool kIsUsual,
 struct StaticFormat {
   static constexpr int kDim_ = kDim;
   static constexpr bool kOneRecord = kHasOneRecord;
+  static constexpr bool kSplits = false;
   static constexpr int kRowTiles = (kDim < 256 ? kGroup : device::kHalfTokens) / kFragmentDim;
   // Chains of mma that run side by side; with D = 256 more would not fit the registers.
   static constexpr int kScoreTiles = kDim == 256 ? 2 : kRowTiles;
@@ -199,6 +200,7 @@ template <int kDim>
 struct AnyFormat {
   static constexpr int kDim_ = kDim;
   static constexpr bool kOneRecord = false;
+  static constexpr bool kSplits = false;  // in the usual case
   static constexpr int kRowTiles = device::kHalfTiles;
   static constexpr int kScoreTiles = kDim == 256 ? 2 : kRowTiles;
   static constexpr int kSumTiles = device::kHalfTiles;
@@ -214,6 +216,15 @@ struct AnyFormat {
   __device__ __forceinline__ static int stage_bytes(const DecodePlan& plan) {
     return plan.stage_bytes;
   }
+};
+
+/// The usual case with splits. What else is in the batch decides whether it is one, and must not
+/// show in the result: so as many tokens at once as in the other kernels of the format.
+template <class F>
+struct WithSplits : F {
+  static constexpr bool kSplits = true;
+  static constexpr int kRowTiles =
+      decode_options_are_static(F::kFormat) ? F::kRowTiles : AnyFormat<F::kDim_>::kRowTiles;
 };
 
 /// Attention over one tile by one warp.

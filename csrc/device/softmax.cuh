@@ -79,7 +79,8 @@ struct SoftmaxState {
   }
 
   __device__ __forceinline__ void scale_row(int block, int parity, float factor) {
-    sum[block][parity] *= factor;
+    // Not to be fused with what is added next: kernels must agree bit for bit.
+    sum[block][parity] = __fmul_rn(sum[block][parity], factor);
 #pragma unroll
     for (int c = 0; c < kTiles; ++c) {
       out[block][c][parity] *= factor;
@@ -118,6 +119,26 @@ struct SoftmaxState {
       }
       memory[(kBlocks * kTiles + b) * kWarpLanes + lane] = {top[b][0], top[b][1], sum[b][0],
                                                             sum[b][1]};
+    }
+  }
+
+  __device__ __forceinline__ void load(const float4* memory, int lane) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int c = 0; c < kTiles; ++c) {
+        const float4 v = memory[(b * kTiles + c) * kWarpLanes + lane];
+        float (&o)[4] = out[b][c];
+        o[0] = v.x;
+        o[1] = v.y;
+        o[2] = v.z;
+        o[3] = v.w;
+      }
+      const float4 v = memory[(kBlocks * kTiles + b) * kWarpLanes + lane];
+      top[b][0] = v.x;
+      top[b][1] = v.y;
+      sum[b][0] = v.z;
+      sum[b][1] = v.w;
     }
   }
 

@@ -577,6 +577,18 @@ int main() {
     if (check(c)) return 1;
     c.split_tokens = 1024;
     if (check(c)) return 1;
+    c = Case();
+    c.kv_heads = 3;
+    c.lengths = {5000, 300, 0, 1024, 1025, 8000};
+    for (const int staged : {0, 1, 5}) {
+      c.staged = staged;
+      if (staged == 0) c.lengths = {1024, 256, 0, 128, 2304};
+      for (const int split : {128, 384, 1024}) {
+        c.split_tokens = split;
+        c.dtype = c.staging_dtype = split == 384 ? DType::kBFloat16 : DType::kFloat16;
+        if (check(c)) return 1;
+      }
+    }
   }
   for (const int bits : {2, 3, 4, 8}) {
     for (const int dim : {64, 128, 256}) {
