@@ -117,6 +117,19 @@ int64_t state_bytes(const Format& f, const RowShape& shape) {
          static_cast<int64_t>(sizeof(float4));
 }
 
+/// Of those rows where they are joined (RowPiece in decode_join.cuh).
+int64_t row_piece_bytes(const Format& f, const RowShape& shape) {
+  return int64_t{shape.blocks} * device::kBlockRows * (f.head_dim + 2) *
+         static_cast<int64_t>(sizeof(float));
+}
+
+/// And as words that go from block to block (Word there): 33 for 64 channels.
+int64_t word_bytes(const Format& f, const RowShape& shape) {
+  constexpr int64_t kWordBytes = 16;
+  return int64_t{shape.blocks} * device::kBlockRows * (f.head_dim / (2 * kWarpLanes)) *
+         (kWarpLanes + 1) * kWordBytes;
+}
+
 int64_t tiles_of(const Format& f, int64_t tokens) { return (tokens + f.group - 1) / f.group; }
 
 /// Units of the whole batch, at most.
@@ -166,11 +179,15 @@ Workspace workspace_of(const DecodeWorkspaceParams& p, const Device& device) {
   const RowShape shape(p);
   const int64_t parts = shape.parts;
   const int64_t grid = device.multiprocessors;
-  const int64_t all = split_tiles > 0 ? max_split_units(p, shape, units) : grid;
-  const int64_t flags = split_tiles > 0 ? all * parts : all * 2;
-  w.flag_bytes = (flags * int64_t{sizeof(uint64_t)} + kAlignment - 1) / kAlignment * kAlignment;
-  w.piece_bytes = all * parts * state_bytes(p.format, shape) * (split_tiles > 0 ? 1 : 2);
-  if (split_tiles == 0) w.warp_piece_bytes = grid * kMaxDecodeWarps * state_bytes(p.format, shape);
+  if (split_tiles > 0) {
+    const int64_t pieces = max_split_units(p, shape, units) * parts;
+    w.flag_bytes =
+        (pieces * int64_t{sizeof(uint64_t)} + kAlignment - 1) / kAlignment * kAlignment;
+    w.piece_bytes = pieces * state_bytes(p.format, shape);
+  } else {
+    w.piece_bytes = grid * 2 * parts * word_bytes(p.format, shape);
+    w.warp_piece_bytes = grid * kMaxDecodeWarps * row_piece_bytes(p.format, shape);
+  }
   return w;
 }
 
@@ -320,14 +337,14 @@ Status decode_attention(const DecodeParams& p) {
   const int room = device.shared_of_block - kDecodeStaticBytes;
   const bool one_record = usual && wants_one_record(p, device);
   const int warps = decode_warps(f, usual, one_record);
-  // The two stages of a ring of one record share its bytes.
+  // The two stages of a ring of one record share its bytes. Kernels of usual steps have two.
   plan.teams = std::min(warps / plan.row_parts, room / ((one_record ? 1 : 2) * plan.stage_bytes));
   if (plan.teams < 1) {
     return Status::unsupported("this device has too little shared memory for two records of " +
                                std::to_string(plan.stage_bytes) + " bytes");
   }
   plan.stages =
-      one_record ? 2 : std::min(room / (plan.teams * plan.stage_bytes), kMaxStages / warps);
+      usual ? 2 : std::min(room / (plan.teams * plan.stage_bytes), kMaxStages / warps);
   auto* const memory = static_cast<char*>(p.workspace);
   plan.launch = random_number();
   plan.flags = reinterpret_cast<uint64_t*>(memory);
@@ -341,7 +358,7 @@ Status decode_attention(const DecodeParams& p) {
     plan.inverse_aligned = inverse_of(static_cast<int>(plan.aligned_shares));
   }
   const int ring_bytes = plan.teams * (one_record ? 1 : plan.stages) * plan.stage_bytes;
-  const int shared_bytes = std::max(ring_bytes, static_cast<int>(warps * state_bytes(f, shape)));
+  const int shared_bytes = std::max(ring_bytes, static_cast<int>(warps * row_piece_bytes(f, shape)));
   const auto go = [&](auto launch) { return launch(p, plan, grid, shared_bytes); };
   if (one_record) {
 #define KVARN_LAUNCH(k, v, g, d) \

@@ -87,6 +87,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   constexpr bool kQueryAhead = F::kQueryAhead && kBlocks == 1;
   constexpr bool kRuns = F::kRuns && (kBlocks * kDim <= 128 || kCopiesAreSmall);
   constexpr int kStateVectors = device::SoftmaxState<kDim, kBlocks>::kVectors * kWarpLanes;
+  using Piece = RowPiece<kDim, kBlocks>;
   if (F::kOneRecord && !kCopiesAreSmall) {
     __trap();  // nobody launches it there, see wants_one_record()
     return;
@@ -97,13 +98,15 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   touch(params);
   touch(any_plan);
   const DecodeParams p = F::kUsual ? usual(params) : params;
-  const DecodePlan plan = F::kUsual ? usual<F::kOneRecord>(any_plan) : any_plan;
+  const DecodePlan plan = F::kUsual ? usual(any_plan) : any_plan;
   const int stage_bytes = F::stage_bytes(plan);
+  const int ring_bytes = (F::kOneRecord ? 1 : plan.stages) * stage_bytes;
 
   const int team = own_warp() >> plan.parts_shift;
   const int part = own_warp() & (plan.row_parts - 1);
-  if (part == 0 && lane == 0 && team < plan.teams) {
-    for (int i = team * plan.stages; i < (team + 1) * plan.stages; ++i) {
+  if (part == 0 && lane < plan.stages && team < plan.teams) {
+    {
+      const int i = team * plan.stages + lane;
       device::barrier_init(&shared.full[i], device::RingCopy::kArrivals);
       if (F::kOneRecord) device::barrier_init(&shared.full_values[i], device::RingCopy::kArrivals);
       if (plan.row_parts > 1) {
@@ -119,7 +122,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   divide<F::kWarps>(p, plan, chunk, shared.scan, shared.division);
   TileWorker<F, kBlocks> worker{p, plan, lane};
   if (team < teams_of_block(shared.division)) {
-    uint8_t* const ring = rings + team * (F::kOneRecord ? 1 : plan.stages) * stage_bytes;
+    uint8_t* const ring = rings + team * ring_bytes;
     Feeder<F::kOneRecord> feeder(p, plan, shared, ring, stage_bytes, F::layout(plan), team, lane);
     const auto piece = [&]() -> StagePiece& { return shared.current[own_warp()]; };
     const auto rows_of = [&](const StagePiece& of) {
@@ -184,10 +187,6 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
             has_words = true;
           }
         }
-        // At the begin (later, now and then, it is the same).
-        if (threadIdx.x == 0 && turn == 0 && (tile.flags & kFirstTile)) {
-          shared.front_block = shared.division.block_of(shared.share[0].first.start);
-        }
         if (kRuns && p.logits_soft_cap == 0.f) {
           run = uniform(feeder.run_length(worker.rows.seen.all));
         }
@@ -250,9 +249,11 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
       if (++turn == 2 * plan.stages) turn = 0;
 
       if (!(tile.flags & kLastTile)) continue;
-      if (worker.rotated) worker.state.rotate(lane);
       constexpr int kWhole = kBeginsItem | kEndsItem;
-      if ((tile.flags & kWhole) == kWhole) {
+      const bool is_whole = (tile.flags & kWhole) == kWhole;
+      // What is joined within this launch is in the rotated basis.
+      if (worker.rotated == (is_whole || plan.split_tiles > 0)) worker.state.rotate(lane);
+      if (is_whole) {
         write_rows(p, plan, place(), lane, worker.state);
       } else if (plan.split_tiles > 0) {
         const int64_t unit = (int64_t{piece().first_unit} + piece().unit) * plan.row_parts + part;
@@ -260,10 +261,11 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
         __syncwarp();
         if (!(tile.flags & kEndsItem) && lane == 0) raise_flag(plan, plan.flags + unit);
       } else if (!(tile.flags & kBeginsItem) && (tile.flags & kEndsItem)) {
-        worker.state.store(
-            plan.warp_pieces +
-                (static_cast<int64_t>(blockIdx.x) * F::kWarps + own_warp()) * kStateVectors,
-            lane);
+        Piece::store(worker.state, Piece::rows(p, plan),
+                     plan.warp_pieces +
+                         (static_cast<int64_t>(blockIdx.x) * F::kWarps + own_warp()) *
+                             Piece::kVectors,
+                     lane);
       }
       if (tile.flags & kEnd) break;
     }
@@ -278,14 +280,17 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
     join_units<kDim, kBlocks>(p, plan, shared.division, cursor, part, lane);
     return;
   }
-  __syncthreads();  // the rings are free
+  // A team's ring is free when all its warps are here.
+  if (plan.row_parts > 1) __syncthreads();
+  const int piece_stride =
+      plan.row_parts > 1 ? Piece::kVectors : ring_bytes / static_cast<int>(sizeof(float4));
   auto* const last_pieces = reinterpret_cast<float4*>(rings);
   const int own_team = own_warp() >> plan.parts_shift;
   if (own_team < teams && shared.share[own_team].cut_at_end) {
-    worker.state.store(last_pieces + own_warp() * kStateVectors, lane);
+    Piece::store(worker.state, Piece::rows(p, plan), last_pieces + own_warp() * piece_stride, lane);
   }
   __syncthreads();
-  join_shares<kDim, kBlocks, F::kWarps>(p, plan, shared, teams, last_pieces, lane);
+  join_shares<kDim, kBlocks, F::kWarps>(p, plan, shared, teams, last_pieces, piece_stride, lane);
 }
 
 }  // namespace kvarn::cuda

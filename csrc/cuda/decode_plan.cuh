@@ -82,8 +82,8 @@ struct DecodePlan {
   bool out_aligned;
   RecordLayout layout;
   uint64_t launch;      ///< a number that no flag has by chance
-  uint64_t* flags;      ///< of pieces: [grid][2]; with splits: [units][row_parts]
-  float4* pieces;       ///< of blocks: [grid][2][row_parts]; with splits: [units][row_parts]
+  uint64_t* flags;      ///< with splits, of pieces: [units][row_parts]
+  float4* pieces;       ///< with splits: [units][row_parts]; of blocks: [grid][2][row_parts], words
   float4* warp_pieces;  ///< [grid][warps]
 };
 
@@ -110,9 +110,8 @@ __device__ __forceinline__ DecodeParams usual(DecodeParams p) {
   return p;
 }
 
-template <bool kHasOneRecord>
 __device__ __forceinline__ DecodePlan usual(DecodePlan plan) {
-  if (kHasOneRecord) plan.stages = 2;
+  plan.stages = 2;
   plan.parts_shift = 0;
   plan.row_parts = 1;
   plan.window = -1;
@@ -252,7 +251,9 @@ struct Division {
         static_cast<unsigned>(__fdividef(static_cast<float>(unit), static_cast<float>(units)) *
                               static_cast<float>(shares));
     share = min(share, shares - 1);
+#pragma unroll 1
     while (share_begin(share) > unit) --share;
+#pragma unroll 1
     while (share + 1 < shares && share_begin(share + 1) <= unit) ++share;
     return static_cast<int>(share / static_cast<unsigned>(teams));
   }

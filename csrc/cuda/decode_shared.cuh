@@ -66,7 +66,6 @@ struct DecodeShared {
   StagePiece current[kMaxDecodeWarps];  ///< of each warp
   Cursor cursor[kMaxDecodeWarps];       ///< of each team
   TeamShare share[kMaxDecodeWarps];
-  int front_block;  ///< where the block's first item begins
 };
 static_assert(sizeof(DecodeShared) <= kDecodeStaticBytes);
 static_assert(2 * kMaxDecodeWarps <= kMaxStages);
