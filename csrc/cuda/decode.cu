@@ -181,14 +181,23 @@ Workspace workspace_of(const DecodeWorkspaceParams& p, const Device& device) {
   const int64_t grid = device.multiprocessors;
   if (split_tiles > 0) {
     const int64_t pieces = max_split_units(p, shape, units) * parts;
-    w.flag_bytes =
-        (pieces * int64_t{sizeof(uint64_t)} + kAlignment - 1) / kAlignment * kAlignment;
+    w.flag_bytes = (pieces * int64_t{sizeof(uint64_t)} + kAlignment - 1) / kAlignment * kAlignment;
     w.piece_bytes = pieces * state_bytes(p.format, shape);
   } else {
     w.piece_bytes = grid * 2 * parts * word_bytes(p.format, shape);
     w.warp_piece_bytes = grid * kMaxDecodeWarps * row_piece_bytes(p.format, shape);
   }
   return w;
+}
+
+/// Bytes from the first element of an array to behind its last ones, `width` side by side; at most
+/// as many as are asked for ahead.
+int bytes_ahead(int64_t element_bytes, int64_t rows, int64_t row_stride, int64_t cols,
+                int64_t col_stride, int64_t width = 1) {
+  constexpr int64_t kMost = 512 << 10;
+  if (rows == 0 || cols == 0) return 0;
+  const int64_t elements = (rows - 1) * row_stride + (cols - 1) * col_stride + width;
+  return static_cast<int>(std::clamp<int64_t>(element_bytes * elements, 0, kMost));
 }
 
 DecodeWorkspaceParams workspace_params(const DecodeParams& p) {
@@ -343,8 +352,19 @@ Status decode_attention(const DecodeParams& p) {
     return Status::unsupported("this device has too little shared memory for two records of " +
                                std::to_string(plan.stage_bytes) + " bytes");
   }
-  plan.stages =
-      usual ? 2 : std::min(room / (plan.teams * plan.stage_bytes), kMaxStages / warps);
+  plan.stages = usual ? 2 : std::min(room / (plan.teams * plan.stage_bytes), kMaxStages / warps);
+  // Units of the whole batch, at most: a staged tile is no more than eight.
+  constexpr int64_t kMoreUnits = 3 * 8 + kItemUnits;
+  const int64_t units = p.kv.seqs * p.kv.kv_heads * (tiles_of(f, p.max_seq_len) + kMoreUnits);
+  plan.few_sequences = p.kv.seqs <= kWarpLanes && units <= kMaxInt;
+  plan.query_bytes = bytes_ahead(2, p.tokens, p.q_stride[0], p.q_heads, p.q_stride[1], f.head_dim);
+  const IndexMatrix& table = p.kv.block_table;
+  plan.table_bytes = bytes_ahead(table.is_int64 ? 8 : 4, p.kv.seqs, table.row_stride,
+                                 p.kv.table_width, table.col_stride);
+  const IndexArray& slot = p.kv.block_slot;
+  if (slot) {
+    plan.slot_bytes = bytes_ahead(slot.is_int64 ? 8 : 4, 1, 0, p.kv.cache.blocks, slot.stride);
+  }
   auto* const memory = static_cast<char*>(p.workspace);
   plan.launch = random_number();
   plan.flags = reinterpret_cast<uint64_t*>(memory);
@@ -358,7 +378,8 @@ Status decode_attention(const DecodeParams& p) {
     plan.inverse_aligned = inverse_of(static_cast<int>(plan.aligned_shares));
   }
   const int ring_bytes = plan.teams * (one_record ? 1 : plan.stages) * plan.stage_bytes;
-  const int shared_bytes = std::max(ring_bytes, static_cast<int>(warps * row_piece_bytes(f, shape)));
+  const int shared_bytes =
+      std::max(ring_bytes, static_cast<int>(warps * row_piece_bytes(f, shape)));
   const auto go = [&](auto launch) { return launch(p, plan, grid, shared_bytes); };
   if (one_record) {
 #define KVARN_LAUNCH(k, v, g, d) \

@@ -180,7 +180,7 @@ struct RowPiece {
   /// Where four channels of a row stand, so that eight lanes that store theirs, or read a row, have
   /// all banks.
   __device__ __forceinline__ static int place_of(int row, int four) {
-    const int t = row / 2 % 4;
+    const int t = row >> 1;
     return row * (kDim / 4) + (four ^ ((t & 1) | (t & 2) << 1));
   }
 
@@ -287,11 +287,17 @@ struct JoinedRow {
 /// of 128 bits, PTX ISA 8.3, sm_70). The number is drawn at random: whatever was in the workspace,
 /// it is not this one; and taken away by who has read it, as a graph plays it again.
 struct alignas(16) Word {
-  float x;
-  float y;
+  uint64_t pair;
   uint64_t launch;
 
-  __device__ __forceinline__ void store(float a, float b, uint64_t number) {
+  __device__ __forceinline__ float x() const {
+    return __uint_as_float(static_cast<uint32_t>(pair));
+  }
+  __device__ __forceinline__ float y() const {
+    return __uint_as_float(static_cast<uint32_t>(pair >> 32));
+  }
+
+  __device__ __forceinline__ void store(float x, float y, uint64_t number) {
     asm volatile(
         "{\n"
         ".reg .b64 pair;\n"
@@ -300,29 +306,23 @@ struct alignas(16) Word {
         "mov.b128 word, {pair, %3};\n"
         "st.relaxed.gpu.global.b128 [%0], word;\n"
         "}" ::"l"(this),
-        "f"(a), "f"(b), "l"(number)
+        "f"(x), "f"(y), "l"(number)
         : "memory");
   }
-  /// What a word is before it is looked for: of a piece that is wanted, or zeros that are there.
-  __device__ __forceinline__ static Word blank(bool wanted, uint64_t number) {
-    return {0.f, 0.f, wanted ? ~number : number};
-  }
-  /// Looks for it, unless it is there.
-  __device__ __forceinline__ void look(const Word* at, uint64_t number) {
+  /// Reads it anew from memory, if that is wanted.
+  __device__ __forceinline__ void look(const Word* at, unsigned wanted) {
     asm volatile(
         "{\n"
         ".reg .pred wanted;\n"
-        ".reg .b64 pair;\n"
         ".reg .b128 word;\n"
-        "setp.ne.u64 wanted, %2, %4;\n"
-        "mov.b64 pair, {%0, %1};\n"
-        "mov.b128 word, {pair, %2};\n"
-        "@wanted ld.relaxed.gpu.global.b128 word, [%3];\n"
-        "mov.b128 {pair, %2}, word;\n"
-        "mov.b64 {%0, %1}, pair;\n"
+        "setp.ne.u32 wanted, %3, 0;\n"
+        "mov.b128 word, {%0, %1};\n"
+        "@wanted ld.relaxed.gpu.global.b128 word, [%2];\n"
+        "mov.b128 {%0, %1}, word;\n"
         "}"
-        : "+f"(x), "+f"(y), "+l"(launch)
-        : "l"(at), "l"(number));
+        : "+l"(pair), "+l"(launch)
+        : "l"(at), "r"(wanted)
+        : "memory");
   }
 };
 
@@ -342,9 +342,9 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
                                             const float4* last_pieces, int piece_stride, int lane) {
   using Piece = RowPiece<kDim, kBlocks>;
   constexpr int kStrips = kDim / kStripChannels;
-  constexpr int kOfLane = kDim / kWarpLanes;         // channels of a row
+  constexpr int kOfLane = kDim / kWarpLanes;          // channels of a row
   constexpr int kVector = kOfLane < 4 ? kOfLane : 4;  // of them side by side
-  constexpr int kOfWarps = kDim < 256 ? 8 : 4;       // pieces at once
+  constexpr int kOfWarps = kDim < 256 ? 8 : 4;        // pieces at once
   constexpr int kOfBlocks = 16;
   constexpr int kFront = 0;  // pieces that others add up or add to: of the block's first item,
   constexpr int kBack = 1;   // and of its last, if that begins here
@@ -406,8 +406,8 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
       }
       const float4* const cut = last_pieces + (from * parts + part) * piece_stride;
       const float4* const ended =
-          plan.warp_pieces + (static_cast<int>(blockIdx.x) * kWarps + b * parts + part) *
-                                 int64_t{Piece::kVectors};
+          plan.warp_pieces +
+          (static_cast<int>(blockIdx.x) * kWarps + b * parts + part) * int64_t{Piece::kVectors};
       const int stride = parts * piece_stride;
       JoinedRow<kOfLane> joined;
       const auto load = [&](const float4* piece, float2& tops, float (&values)[kOfLane]) {
@@ -467,8 +467,8 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
 #pragma unroll
         for (int h = 0; h < kOfLane / kVector; ++h) {
           const int channel = (h * kWarpLanes + lane) * kVector;
-          Word* const strip = strip_of(static_cast<int>(blockIdx.x), is_front ? kFront : kBack, part,
-                                       row, channel / kStripChannels);
+          Word* const strip = strip_of(static_cast<int>(blockIdx.x), is_front ? kFront : kBack,
+                                       part, row, channel / kStripChannels);
           const int in_strip = channel % kStripChannels;
 #pragma unroll
           for (int c = 0; c < kVector; c += 2) {
@@ -484,7 +484,7 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
 
   if (!front_ends) return;
   const ItemPlace& item = shared.share[0].first;
-  const int from = shared.division.block_of(item.start);
+  const int from = shared.division[warp].block_of(item.start);
   const int count = static_cast<int>(blockIdx.x) - from + 1;
 #pragma unroll 1
   for (int i = warp; i < parts * rows * kStrips; i += kWarps) {
@@ -508,26 +508,30 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
       const auto word_at = [&](int k) {
         return (k == 0 ? first_at : at + int64_t{k} * kBlockWords) + lane;
       };
-      Word tops = Word::blank(of_lane < left, plan.launch);
-      Word words[kOfBlocks];
-#pragma unroll
-      for (int k = 0; k < kOfBlocks; ++k) words[k] = Word::blank(k < left, plan.launch);
-      uint64_t missing;
+      Word tops{};
+      Word words[kOfBlocks] = {};
+      // A bit a word that is not there; what is there is not read again.
+      constexpr unsigned kTops = 1u << kOfBlocks;
+      unsigned missing = left < kOfBlocks ? (1u << left) - 1 : kTops - 1;
+      const bool has_tops = of_lane < left;
+      if (has_tops) missing |= kTops;
       do {
-        tops.look(tops_at, plan.launch);
+        tops.look(tops_at, missing & kTops);
 #pragma unroll
-        for (int k = 0; k < kOfBlocks; ++k) words[k].look(word_at(k), plan.launch);
-        missing = tops.launch ^ plan.launch;
+        for (int k = 0; k < kOfBlocks; ++k) words[k].look(word_at(k), missing & 1u << k);
+        if (tops.launch == plan.launch) missing &= ~kTops;
 #pragma unroll
-        for (int k = 0; k < kOfBlocks; ++k) missing |= words[k].launch ^ plan.launch;
+        for (int k = 0; k < kOfBlocks; ++k) {
+          if (words[k].launch == plan.launch) missing &= ~(1u << k);
+        }
       } while (__any_sync(device::kAllLanes, missing != 0));
       float values[kOfBlocks][2];
 #pragma unroll
       for (int k = 0; k < kOfBlocks; ++k) {
-        values[k][0] = words[k].x;
-        values[k][1] = words[k].y;
+        values[k][0] = words[k].x();
+        values[k][1] = words[k].y();
       }
-      joined.add_of_lanes({of_lane < left ? tops.x : device::negative_infinity(), tops.y}, values);
+      joined.add_of_lanes({has_tops ? tops.x() : device::negative_infinity(), tops.y()}, values);
     }
     const OutputRow to(p, plan, place, place.first + row, joined.top, joined.sum);
     const float result[2] = {joined.out[0] * to.result.factor, joined.out[1] * to.result.factor};
@@ -540,10 +544,11 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
 #pragma unroll
       for (int k = 0; k < kOfBlocks; ++k) {
         Word* const words = first + k == 0 ? back : at + int64_t{k} * kBlockWords;
-        if (first + k < count) {
-          words[lane].launch = 0;
-          if (lane == 0) words[kWarpLanes].launch = 0;
-        }
+        if (first + k < count) words[lane].launch = 0;
+      }
+      const int own = first + lane;
+      if (lane < kOfBlocks && own < count) {
+        (own == 0 ? back : front + int64_t{own} * kBlockWords)[kWarpLanes].launch = 0;
       }
     }
   }

@@ -32,33 +32,20 @@ namespace kvarn::cuda {
 /// Asks for lines of an array that will be read when more is known: a line a thread of the grid,
 /// and by each block the first one, so that its SM has the address translated.
 template <int kThreads>
-__device__ __forceinline__ void ask_for(const void* data, int64_t bytes) {
+__device__ __forceinline__ void ask_for(const void* data, int bytes) {
   constexpr int kLine = 128;
-  constexpr int64_t kMost = 512 << 10;
-  const int64_t at = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kLine;
+  const int at = (static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x)) * kLine;
   const char* const start = static_cast<const char*>(data);
-  if (at < min(bytes, kMost)) asm volatile("prefetch.global.L2 [%0];" ::"l"(start + at));
+  if (at < bytes) asm volatile("prefetch.global.L2 [%0];" ::"l"(start + at));
   if (threadIdx.x == 0 && bytes > 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(start));
 }
 
 /// The work cannot be known before the lengths are; their latency hides that of the rest.
 template <int kThreads>
-__device__ __forceinline__ void ask_for_inputs(const DecodeParams& p) {
-  // Of two-dimensional arrays, from the first element to the last.
-  const auto elements = [](int64_t rows, int64_t row_stride, int64_t cols, int64_t col_stride) {
-    return cols == 0 ? 0 : (rows - 1) * row_stride + (cols - 1) * col_stride + 1;
-  };
-  ask_for<kThreads>(p.q, 2 * (elements(p.tokens, p.q_stride[0], p.q_heads, p.q_stride[1]) +
-                              p.kv.format.head_dim - 1));
-  const IndexMatrix& table = p.kv.block_table;
-  ask_for<kThreads>(table.data,
-                    (table.is_int64 ? 8 : 4) *
-                        elements(p.kv.seqs, table.row_stride, p.kv.table_width, table.col_stride));
-  const IndexArray& slot = p.kv.block_slot;
-  if (slot) {
-    ask_for<kThreads>(slot.data,
-                      (slot.is_int64 ? 8 : 4) * elements(1, 0, p.kv.cache.blocks, slot.stride));
-  }
+__device__ __forceinline__ void ask_for_inputs(const DecodeParams& p, const DecodePlan& plan) {
+  ask_for<kThreads>(p.q, plan.query_bytes);
+  ask_for<kThreads>(p.kv.block_table.data, plan.table_bytes);
+  ask_for<kThreads>(p.kv.block_slot.data, plan.slot_bytes);
 }
 
 /// Reads a line of the parameters a warp: they come from memory, and each first use of a line would
@@ -104,9 +91,8 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
 
   const int team = own_warp() >> plan.parts_shift;
   const int part = own_warp() & (plan.row_parts - 1);
-  if (part == 0 && lane < plan.stages && team < plan.teams) {
-    {
-      const int i = team * plan.stages + lane;
+  if (part == 0 && lane == 0 && team < plan.teams) {
+    for (int i = team * plan.stages; i < (team + 1) * plan.stages; ++i) {
       device::barrier_init(&shared.full[i], device::RingCopy::kArrivals);
       if (F::kOneRecord) device::barrier_init(&shared.full_values[i], device::RingCopy::kArrivals);
       if (plan.row_parts > 1) {
@@ -117,11 +103,23 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
     device::barrier_init_fence();
   }
   device::wait_for_previous();
-  ask_for_inputs<kThreads>(p);
+  const bool few = F::kUsual && plan.few_sequences;
+  // First of all, what all else waits for.
+  const int length = few ? sequence_length(p, min(lane, static_cast<int>(p.kv.seqs) - 1)) : 0;
+  ask_for_inputs<kThreads>(p, plan);
   const int chunk = static_cast<int>((p.kv.seqs + kThreads - 1) / kThreads);
-  divide<F::kWarps>(p, plan, chunk, shared.scan, shared.division);
+  SequenceWork work;  // of a lane, if there are few
+  unsigned before;
+  if (few) {
+    const Division d = divide_few(p, plan, length, lane, work, before);
+    Division& own = shared.division[own_warp()];
+    if (lane == 0) own = d;
+    __syncwarp();  // and the warp's barriers are made
+  } else {
+    divide<F::kWarps>(p, plan, chunk, shared.scan, shared.division);
+  }
   TileWorker<F, kBlocks> worker{p, plan, lane};
-  if (team < teams_of_block(shared.division)) {
+  if (team < teams_of_block(shared.division[own_warp()])) {
     uint8_t* const ring = rings + team * ring_bytes;
     Feeder<F::kOneRecord> feeder(p, plan, shared, ring, stage_bytes, F::layout(plan), team, lane);
     const auto piece = [&]() -> StagePiece& { return shared.current[own_warp()]; };
@@ -133,9 +131,13 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
     QueryWords<kDim, kBlocks> words;
     bool has_words = kQueryAhead;
     {
+      const Division& d = shared.division[own_warp()];
       Cursor cursor;
-      cursor.template start<F::kWarps>(p, plan, shared.division, shared.scan, chunk,
-                                       shared.division.share_of(team));
+      if (few) {
+        cursor.start_few(p, plan, d, work, before, d.share_of(team));
+      } else {
+        cursor.template start<F::kWarps>(p, plan, d, shared.scan, chunk, d.share_of(team));
+      }
       if (kQueryAhead) {
         words.load(p, plan,
                    RowPlace(p, plan, cursor.seq, cursor.head, cursor.row_block, part,
@@ -261,23 +263,23 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
         __syncwarp();
         if (!(tile.flags & kEndsItem) && lane == 0) raise_flag(plan, plan.flags + unit);
       } else if (!(tile.flags & kBeginsItem) && (tile.flags & kEndsItem)) {
-        Piece::store(worker.state, Piece::rows(p, plan),
-                     plan.warp_pieces +
-                         (static_cast<int64_t>(blockIdx.x) * F::kWarps + own_warp()) *
-                             Piece::kVectors,
-                     lane);
+        Piece::store(
+            worker.state, Piece::rows(p, plan),
+            plan.warp_pieces +
+                (static_cast<int64_t>(blockIdx.x) * F::kWarps + own_warp()) * Piece::kVectors,
+            lane);
       }
       if (tile.flags & kEnd) break;
     }
   }
-  const int teams = teams_of_block(shared.division);
+  const int teams = teams_of_block(shared.division[own_warp()]);
   if (teams == 0) return;
   if (plan.split_tiles > 0) {
     if (team >= teams) return;
+    const Division& d = shared.division[own_warp()];
     Cursor cursor;
-    cursor.template start<F::kWarps>(p, plan, shared.division, shared.scan, chunk,
-                                     shared.division.share_of(team));
-    join_units<kDim, kBlocks>(p, plan, shared.division, cursor, part, lane);
+    cursor.template start<F::kWarps>(p, plan, d, shared.scan, chunk, d.share_of(team));
+    join_units<kDim, kBlocks>(p, plan, d, cursor, part, lane);
     return;
   }
   // A team's ring is free when all its warps are here.

@@ -56,7 +56,7 @@ struct TeamShare {
 
 struct DecodeShared {
   SequenceScan scan;
-  Division division;
+  Division division[kMaxDecodeWarps];       ///< the same for all warps
   device::Barrier told[kMaxStages];         ///< tile (and piece) say what the stage will hold
   device::Barrier full[kMaxStages];         ///< it does
   device::Barrier full_values[kMaxStages];  ///< its values, if they are asked for later
