@@ -33,7 +33,7 @@ constexpr int kMaxGroup = 128;
 constexpr int kMaxParts = 8;  ///< warps that share the bytes of a tile
 
 /// A number that is different for every call, and that nothing in memory has by chance. (A graph
-/// plays the same number again; so flags are taken down by who reads them.)
+/// plays the same number again; so who has read it takes it away.)
 uint64_t random_number() {
   thread_local std::mt19937_64 generator{(uint64_t{std::random_device{}()} << 32) ^
                                          std::random_device{}()};

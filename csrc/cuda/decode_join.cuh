@@ -321,8 +321,11 @@ struct alignas(16) Word {
         "mov.b128 {%0, %1}, word;\n"
         "}"
         : "+l"(pair), "+l"(launch)
-        : "l"(at), "r"(wanted)
-        : "memory");
+        : "l"(at), "r"(wanted));
+  }
+  /// Takes the number out of it.
+  __device__ __forceinline__ void clear() {
+    asm volatile("st.global.u64 [%0], %1;" ::"l"(&launch), "l"(uint64_t{0}) : "memory");
   }
 };
 
@@ -544,11 +547,11 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
 #pragma unroll
       for (int k = 0; k < kOfBlocks; ++k) {
         Word* const words = first + k == 0 ? back : at + int64_t{k} * kBlockWords;
-        if (first + k < count) words[lane].launch = 0;
+        if (first + k < count) words[lane].clear();
       }
       const int own = first + lane;
       if (lane < kOfBlocks && own < count) {
-        (own == 0 ? back : front + int64_t{own} * kBlockWords)[kWarpLanes].launch = 0;
+        (own == 0 ? back : front + int64_t{own} * kBlockWords)[kWarpLanes].clear();
       }
     }
   }

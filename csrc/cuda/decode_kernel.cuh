@@ -75,6 +75,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   constexpr bool kRuns = F::kRuns && (kBlocks * kDim <= 128 || kCopiesAreSmall);
   constexpr int kStateVectors = device::SoftmaxState<kDim, kBlocks>::kVectors * kWarpLanes;
   using Piece = RowPiece<kDim, kBlocks>;
+  constexpr bool kSplits = kBlocks == 1;  // see RowShape
   if (F::kOneRecord && !kCopiesAreSmall) {
     __trap();  // nobody launches it there, see wants_one_record()
     return;
@@ -254,10 +255,11 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
       constexpr int kWhole = kBeginsItem | kEndsItem;
       const bool is_whole = (tile.flags & kWhole) == kWhole;
       // What is joined within this launch is in the rotated basis.
-      if (worker.rotated == (is_whole || plan.split_tiles > 0)) worker.state.rotate(lane);
+      if (worker.rotated == (is_whole || (kSplits && plan.split_tiles > 0)))
+        worker.state.rotate(lane);
       if (is_whole) {
         write_rows(p, plan, place(), lane, worker.state);
-      } else if (plan.split_tiles > 0) {
+      } else if (kSplits && plan.split_tiles > 0) {
         const int64_t unit = (int64_t{piece().first_unit} + piece().unit) * plan.row_parts + part;
         worker.state.store(plan.pieces + unit * kStateVectors, lane);
         __syncwarp();
@@ -274,7 +276,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   }
   const int teams = teams_of_block(shared.division[own_warp()]);
   if (teams == 0) return;
-  if (plan.split_tiles > 0) {
+  if (kSplits && plan.split_tiles > 0) {
     if (team >= teams) return;
     const Division& d = shared.division[own_warp()];
     Cursor cursor;
