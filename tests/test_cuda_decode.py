@@ -690,6 +690,48 @@ def test_fault23_one_workspace_for_graphs_and_calls_of_any_shape(split: int | No
             assert torch.equal(ops.decode_attention(**on_gpu[i]), alone[i])
 
 
+@pytest.mark.parametrize("q_heads", [1, 4, 12])
+@pytest.mark.parametrize("tiles", [2, 15, 16, 17, 33, 300])
+def test_an_item_in_many_blocks(tiles: int, q_heads: int) -> None:
+    # Of one head, each block has a tile or a few; the last one adds up what all have.
+    case = Case(K4V2, [tiles * 128 - 5], kv_heads=1, dtype=torch.float16, first_staged=False)
+    result = check(case, q_heads)
+    q = torch.randn(1, q_heads, 128).half()
+    again = [decode(case, q) for _ in range(3)]
+    assert result[0].shape == again[0][0].shape
+    for out, lse in again[1:]:
+        assert torch.equal(out, again[0][0]) and torch.equal(lse, again[0][1])
+
+
+@pytest.mark.parametrize("longest", [300, 1300])
+@pytest.mark.parametrize("seqs", [1, 31, 32, 33])
+def test_sequences_for_the_lanes_of_a_warp(seqs: int, longest: int) -> None:
+    # Up to 32 sequences are divided by each warp for itself, more by the block.
+    lengths = [1 + 7919 * (i + 1) % longest for i in range(seqs)]
+    check(Case(K4V2, lengths, kv_heads=2, dtype=torch.float16), 8)
+    check(Case(K4V2, [longest] * seqs, kv_heads=2, dtype=torch.float16, first_staged=False), 8)
+
+
+def test_fault23_rows_come_and_go_in_a_graph() -> None:
+    # A replay has the number of the launch before: no row may be left for it in the workspace.
+    case = Case(K4V2, [2500, 1800], kv_heads=1, dtype=torch.float16)
+    q = torch.randn(24, 4, 128).half().to(DEVICE)
+    cu = offsets([1, 23]).to(DEVICE)
+    arguments = {"q": q, **on_device(case.paged), "cu_query_lens": cu, "return_lse": True}
+    ops.decode_attention(**arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ops.decode_attention(**arguments)
+    for first in (1, 23, 12, 24, 0, 5):
+        cu.copy_(offsets([first, 24 - first]))
+        q.copy_(torch.randn(24, 4, 128))
+        graph.replay()
+        replayed = [t.clone() for t in captured]
+        for x, y in zip(replayed, ops.decode_attention(**arguments), strict=True):
+            assert torch.equal(x, y)
+
+
 @pytest.mark.parametrize("split", [None, 1024])
 def test_fault25_workspace_does_not_grow_with_context(split: int | None) -> None:
     sizes = [

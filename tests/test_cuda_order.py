@@ -83,7 +83,7 @@ def test_ops_in_a_row_wait_for_each_other() -> None:
 
 
 def test_decodes_in_a_row_share_a_workspace() -> None:
-    """Each takes the flags of its own launch, while the one before may not have ended."""
+    """Each takes the words of its own launch, while the one before may not have ended."""
     lengths = [1, 300, 5 * FMT.group, 2]
     tiles = 5
     key, value = (x.to(DEVICE) for x in gpu.uneven(FMT, 4 * tiles, HEADS))

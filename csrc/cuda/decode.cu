@@ -35,7 +35,7 @@ constexpr int kMaxGroup = 128;
 constexpr int kMaxParts = 8;  ///< warps that share the bytes of a tile
 
 /// A number that is different for every call, and that nothing in memory has by chance. (A graph
-/// plays the same number again; so flags are taken down by who reads them.)
+/// plays the same number again; so who has read it takes it away.)
 uint64_t random_number() {
   thread_local std::mt19937_64 generator{(uint64_t{std::random_device{}()} << 32) ^
                                          std::random_device{}()};
@@ -128,6 +128,19 @@ int64_t state_bytes(const Format& f, const RowShape& shape) {
          static_cast<int64_t>(sizeof(float4));
 }
 
+/// Of those rows where they are joined (RowPiece in decode_join.cuh).
+int64_t row_piece_bytes(const Format& f, const RowShape& shape) {
+  return int64_t{shape.blocks} * device::kBlockRows * (f.head_dim + 2) *
+         static_cast<int64_t>(sizeof(float));
+}
+
+/// And as words that go from block to block (Word there): 33 for 64 channels.
+int64_t word_bytes(const Format& f, const RowShape& shape) {
+  constexpr int64_t kWordBytes = 16;
+  return int64_t{shape.blocks} * device::kBlockRows * (f.head_dim / (2 * kWarpLanes)) *
+         (kWarpLanes + 1) * kWordBytes;
+}
+
 int64_t tiles_of(const Format& f, int64_t tokens) { return (tokens + f.group - 1) / f.group; }
 
 /// Units of the whole batch, at most.
@@ -177,12 +190,24 @@ Workspace workspace_of(const DecodeWorkspaceParams& p, const Device& device) {
   const RowShape shape(p);
   const int64_t parts = shape.parts;
   const int64_t grid = device.multiprocessors;
-  const int64_t all = split_tiles > 0 ? max_split_units(p, shape, units) : grid;
-  const int64_t flags = split_tiles > 0 ? grid : grid * 2;
-  w.flag_bytes = (flags * int64_t{sizeof(uint64_t)} + kAlignment - 1) / kAlignment * kAlignment;
-  w.piece_bytes = all * parts * state_bytes(p.format, shape) * (split_tiles > 0 ? 1 : 2);
-  if (split_tiles == 0) w.warp_piece_bytes = grid * kMaxDecodeWarps * state_bytes(p.format, shape);
+  if (split_tiles > 0) {
+    w.flag_bytes = (grid * int64_t{sizeof(uint64_t)} + kAlignment - 1) / kAlignment * kAlignment;
+    w.piece_bytes = max_split_units(p, shape, units) * parts * state_bytes(p.format, shape);
+  } else {
+    w.piece_bytes = grid * 2 * parts * word_bytes(p.format, shape);
+    w.warp_piece_bytes = grid * kMaxDecodeWarps * row_piece_bytes(p.format, shape);
+  }
   return w;
+}
+
+/// Bytes from the first element of an array to behind its last ones, `width` side by side; at most
+/// as many as are asked for ahead.
+int bytes_ahead(int64_t element_bytes, int64_t rows, int64_t row_stride, int64_t cols,
+                int64_t col_stride, int64_t width = 1) {
+  constexpr int64_t kMost = 512 << 10;
+  if (rows == 0 || cols == 0) return 0;
+  const int64_t elements = (rows - 1) * row_stride + (cols - 1) * col_stride + width;
+  return static_cast<int>(std::clamp<int64_t>(element_bytes * elements, 0, kMost));
 }
 
 DecodeWorkspaceParams workspace_params(const DecodeParams& p) {
@@ -332,14 +357,25 @@ Status decode_attention(const DecodeParams& p) {
   const bool usual = may && (splits ? has_splits_kernel(f, one_record) : has_own_kernel(f));
   const int room = device.shared_of_block - kDecodeStaticBytes;
   const int warps = decode_warps(f, usual, one_record);
-  // The two stages of a ring of one record share its bytes.
+  // The two stages of a ring of one record share its bytes. Kernels of usual steps have two.
   plan.teams = std::min(warps / plan.row_parts, room / ((one_record ? 1 : 2) * plan.stage_bytes));
   if (plan.teams < 1) {
     return Status::unsupported("this device has too little shared memory for two records of " +
                                std::to_string(plan.stage_bytes) + " bytes");
   }
-  plan.stages =
-      one_record ? 2 : std::min(room / (plan.teams * plan.stage_bytes), kMaxStages / warps);
+  plan.stages = usual ? 2 : std::min(room / (plan.teams * plan.stage_bytes), kMaxStages / warps);
+  // Units of the whole batch, at most: a staged tile is no more than eight.
+  constexpr int64_t kMoreUnits = 3 * 8 + kItemUnits;
+  const int64_t units = p.kv.seqs * p.kv.kv_heads * (tiles_of(f, p.max_seq_len) + kMoreUnits);
+  plan.few_sequences = !splits && p.kv.seqs <= kWarpLanes && units <= kMaxInt;
+  plan.query_bytes = bytes_ahead(2, p.tokens, p.q_stride[0], p.q_heads, p.q_stride[1], f.head_dim);
+  const IndexMatrix& table = p.kv.block_table;
+  plan.table_bytes = bytes_ahead(table.is_int64 ? 8 : 4, p.kv.seqs, table.row_stride,
+                                 p.kv.table_width, table.col_stride);
+  const IndexArray& slot = p.kv.block_slot;
+  if (slot) {
+    plan.slot_bytes = bytes_ahead(slot.is_int64 ? 8 : 4, 1, 0, p.kv.cache.blocks, slot.stride);
+  }
   auto* const memory = static_cast<char*>(p.workspace);
   plan.launch = random_number();
   plan.flags = reinterpret_cast<uint64_t*>(memory);
@@ -353,7 +389,9 @@ Status decode_attention(const DecodeParams& p) {
     plan.inverse_aligned = inverse_of(static_cast<int>(plan.aligned_shares));
   }
   const int ring_bytes = plan.teams * (one_record ? 1 : plan.stages) * plan.stage_bytes;
-  const int shared_bytes = std::max(ring_bytes, static_cast<int>(warps * state_bytes(f, shape)));
+  // Where the rings were, the join has what each warp keeps.
+  const int64_t kept_bytes = splits ? state_bytes(f, shape) : row_piece_bytes(f, shape);
+  const int shared_bytes = std::max(ring_bytes, static_cast<int>(warps * kept_bytes));
   const auto go = [&](auto launch) { return launch(p, plan, grid, shared_bytes); };
   if (usual && splits) {
 #define KVARN_LAUNCH(k, v, g, d, one) \

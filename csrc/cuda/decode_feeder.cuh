@@ -172,7 +172,7 @@ class Feeder {
     if (next_ < cursor.tile_end) {
       find(cursor);
     } else {
-      cursor.next(p_, plan_, shared_.division);
+      cursor.next(p_, plan_, shared_.division[own_warp()]);
       open(cursor);
     }
   }

@@ -163,7 +163,7 @@ __device__ __forceinline__ void join_units(const DecodeParams& p, const DecodePl
   for (;;) {
     if (cursor.work.units > 1 && cursor.ends_item()) {
       if (cursor.item_start < begin) {
-        from = shared.front_block;
+        from = shared.division[warp].block_of(cursor.item_start);
         for (int i = from + lane; i < static_cast<int>(blockIdx.x); i += kWarpLanes) {
           wait_for_flag(plan, plan.flags + i);
         }
@@ -207,7 +207,7 @@ __device__ __forceinline__ void join_units(const DecodeParams& p, const DecodePl
       count = 0;
     }
     if (is_last) break;
-    cursor.next(p, plan, shared.division);
+    cursor.next(p, plan, shared.division[warp]);
   }
   // All have seen the flags. The same launch may be played again.
   for (int i = from + static_cast<int>(threadIdx.x); i < static_cast<int>(blockIdx.x);
@@ -216,32 +216,203 @@ __device__ __forceinline__ void join_units(const DecodeParams& p, const DecodePl
   }
 }
 
-/// Without: all that the teams of a block, and the blocks, have of the same items. last_pieces: of
-/// the block's warps, in shared memory.
+/// Without: what a warp has of the rows of an item, in memory, its values in the rotated basis:
+/// [rows][kDim] values, four channels side by side, and a top and a sum of each row.
+template <int kDim, int kBlocks>
+struct RowPiece {
+  static constexpr int kRows = kBlocks * device::kBlockRows;
+  static constexpr int kVectors = kRows * (kDim + 2) / 4;  ///< float4
+
+  /// Where four channels of a row stand, so that eight lanes that store theirs, or read a row, have
+  /// all banks.
+  __device__ __forceinline__ static int place_of(int row, int four) {
+    const int t = row >> 1;
+    return row * (kDim / 4) + (four ^ ((t & 1) | (t & 2) << 1));
+  }
+
+  /// Rows that are not there (`rows` or more) need not be written.
+  __device__ __forceinline__ static void store(const device::SoftmaxState<kDim, kBlocks>& state,
+                                               int rows, float4* memory, int lane) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      const float sum[2] = {device::sum_over_tokens(state.sum[b][0]),
+                            device::sum_over_tokens(state.sum[b][1])};
+      const int row = b * device::kBlockRows + lane % 4 * 2;
+      if (row >= rows) continue;
+      const int place = place_of(row, lane / 4 * 2);
+#pragma unroll
+      for (int c = 0; c < kDim / kFragmentDim; c += 2) {
+#pragma unroll
+        for (int parity = 0; parity < 2; ++parity) {
+          const float (&v)[4] = state.out[b][c];
+          const float (&w)[4] = state.out[b][c + 1];
+          memory[(place ^ (c % 4 / 2)) + c / 4 * 16 + parity * (kDim / 4)] = {
+              v[parity], v[2 + parity], w[parity], w[2 + parity]};
+        }
+      }
+      if (lane < 4) {
+        memory[kRows * (kDim / 4) + row / 2] = {state.top[b][0], sum[0], state.top[b][1], sum[1]};
+      }
+    }
+  }
+
+  __device__ __forceinline__ static const float2* tops(const float4* memory) {
+    return reinterpret_cast<const float2*>(memory + kRows * (kDim / 4));
+  }
+
+  /// Rows of a warp that there may be.
+  __device__ __forceinline__ static int rows(const DecodeParams& p, const DecodePlan& plan) {
+    return p.cu_query_lens.data != nullptr ? kRows : min(kRows, plan.heads_per_kv);
+  }
+};
+
+/// A sum of pieces of a row, or of a strip of it: kChannels of a lane.
+template <int kChannels>
+struct JoinedRow {
+  float top = device::negative_infinity();
+  float sum = 0.f;
+  float out[kChannels] = {};
+
+  /// tops: top and sum of each piece; absent ones are -infinity and zeros.
+  template <int kCount>
+  __device__ __forceinline__ void add(const float2 (&tops)[kCount],
+                                      const float (&values)[kCount][kChannels]) {
+    float most = top;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) most = fmaxf(most, tops[k].x);
+    const float reference = rescale(most);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const float weight = device::exp2_fast(tops[k].x - reference);
+      sum += tops[k].y * weight;
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) out[c] += values[k][c] * weight;
+    }
+  }
+
+  /// The same where lane k (and every kCount-th from there on) has the top and the sum of piece k.
+  template <int kCount>
+  __device__ __forceinline__ void add_of_lanes(float2 tops,
+                                               const float (&values)[kCount][kChannels]) {
+    float most = tops.x;
+#pragma unroll
+    for (int distance = 1; distance < kCount; distance *= 2) {
+      most = fmaxf(most, __shfl_xor_sync(device::kAllLanes, most, distance));
+    }
+    const float reference = rescale(fmaxf(most, top));
+    const float weight = device::exp2_fast(tops.x - reference);
+    float all = tops.y * weight;
+#pragma unroll
+    for (int distance = 1; distance < kCount; distance *= 2) {
+      all += __shfl_xor_sync(device::kAllLanes, all, distance);
+    }
+    sum += all;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const float of_piece = __shfl_sync(device::kAllLanes, weight, k);
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) out[c] += values[k][c] * of_piece;
+    }
+  }
+
+ private:
+  /// Returns the reference of the exponentials.
+  __device__ __forceinline__ float rescale(float most) {
+    const float reference = most == device::negative_infinity() ? 0.f : most;
+    const float factor = device::exp2_fast(top - reference);
+    sum *= factor;
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) out[c] *= factor;
+    top = most;
+    return reference;
+  }
+};
+
+/// Two numbers of a piece that goes from block to block, and the number of the launch: who finds it
+/// has the two, no flag and no fence is needed. It is one operation of the memory model (a scalar
+/// of 128 bits, PTX ISA 8.3, sm_70). The number is drawn at random: whatever was in the workspace,
+/// it is not this one; and taken away by who has read it, as a graph plays it again.
+struct alignas(16) Word {
+  uint64_t pair;
+  uint64_t launch;
+
+  __device__ __forceinline__ float x() const {
+    return __uint_as_float(static_cast<uint32_t>(pair));
+  }
+  __device__ __forceinline__ float y() const {
+    return __uint_as_float(static_cast<uint32_t>(pair >> 32));
+  }
+
+  __device__ __forceinline__ void store(float x, float y, uint64_t number) {
+    asm volatile(
+        "{\n"
+        ".reg .b64 pair;\n"
+        ".reg .b128 word;\n"
+        "mov.b64 pair, {%1, %2};\n"
+        "mov.b128 word, {pair, %3};\n"
+        "st.relaxed.gpu.global.b128 [%0], word;\n"
+        "}" ::"l"(this),
+        "f"(x), "f"(y), "l"(number)
+        : "memory");
+  }
+  /// Reads it anew from memory, if that is wanted.
+  __device__ __forceinline__ void look(const Word* at, unsigned wanted) {
+    asm volatile(
+        "{\n"
+        ".reg .pred wanted;\n"
+        ".reg .b128 word;\n"
+        "setp.ne.u32 wanted, %3, 0;\n"
+        "mov.b128 word, {%0, %1};\n"
+        "@wanted ld.relaxed.gpu.global.b128 word, [%2];\n"
+        "mov.b128 {%0, %1}, word;\n"
+        "}"
+        : "+l"(pair), "+l"(launch)
+        : "l"(at), "r"(wanted));
+  }
+  /// Takes the number out of it.
+  __device__ __forceinline__ void clear() {
+    asm volatile("st.global.u64 [%0], %1;" ::"l"(&launch), "l"(uint64_t{0}) : "memory");
+  }
+};
+
+/// A strip of a row, 64 channels: two of them a lane, and the row's top and sum.
+inline constexpr int kStripChannels = 2 * kWarpLanes;
+inline constexpr int kStripWords = kWarpLanes + 1;
+
+/// All that the teams of a block, and the blocks, have of the same items. last_pieces: of the
+/// block's warps, in shared memory, piece_stride vectors apart.
 ///
 /// Border b is that before team b. A run of borders that cut the same item makes one piece of it.
-/// If the item begins and ends in this block that is all of it, and a warp writes it. If not, all
-/// warps together make the piece, for the block where the item ends, which adds up all of them.
+/// If the item begins and ends in this block that is all of it. If not, the piece goes to the block
+/// where the item ends, which adds up all of them: it has started after the others.
 template <int kDim, int kBlocks, int kWarps>
 __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodePlan& plan,
-                                            DecodeShared& shared, int teams,
-                                            const float4* last_pieces, int lane) {
-  using State = device::SoftmaxState<kDim, kBlocks>;
-  constexpr int kStateVectors = State::kVectors * kWarpLanes;
-  constexpr int kColumns = kBlocks * State::kTiles;
-  // More at once is more code to fetch, which takes longer than the loads.
-  constexpr int kOfBlocks = kDim < 256 && kBlocks == 1 ? 8 : 4;
-  constexpr int kOfWarps = 4;  // from shared memory
-  constexpr int kFront = 0;    // pieces of a block that others add up or add to: of its first item,
-  constexpr int kBack = 1;     // and of its last, if that begins here
+                                            const DecodeShared& shared, int teams,
+                                            const float4* last_pieces, int piece_stride, int lane) {
+  using Piece = RowPiece<kDim, kBlocks>;
+  constexpr int kStrips = kDim / kStripChannels;
+  constexpr int kOfLane = kDim / kWarpLanes;          // channels of a row
+  constexpr int kVector = kOfLane < 4 ? kOfLane : 4;  // of them side by side
+  constexpr int kOfWarps = kDim < 256 ? 8 : 4;        // pieces at once
+  constexpr int kOfBlocks = 16;
+  constexpr int kFront = 0;  // pieces that others add up or add to: of the block's first item,
+  constexpr int kBack = 1;   // and of its last, if that begins here
   const int warp = own_warp();
   const int parts = plan.row_parts;
-  const auto block_piece = [&](int64_t block, int which) {
-    return plan.pieces + (block * 2 + which) * parts * kStateVectors;
+  const int rows = Piece::rows(p, plan);
+  // Words of a strip: pieces of blocks side by side are kBlockWords apart.
+  constexpr int kBlockWords = 2 * Piece::kRows * kStrips * kStripWords;
+  const auto strip_of = [&](int block, int which, int part, int row, int strip) {
+    return reinterpret_cast<Word*>(plan.pieces) +
+           ((((part * static_cast<int>(gridDim.x) + block) * 2 + which) * Piece::kRows + row) *
+                kStrips +
+            strip) *
+               int64_t{kStripWords};
   };
-  const auto rows_of = [&](const ItemPlace& item, int part) {
-    return RowPlace(p, plan, item.seq, item.head, item.row_block, part,
-                    kBlocks * device::kBlockRows);
+  // Without cu_query_lens a warp that has all rows has all of `rows`.
+  const bool may_lack_rows = p.cu_query_lens.data != nullptr || parts > 1;
+  const auto rows_of = [&](int seq, int head, int row_block, int part) {
+    return RowPlace(p, plan, seq, head, row_block, part, Piece::kRows);
   };
 
   // A bit a team.
@@ -249,92 +420,187 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
   const unsigned all = (1u << teams) - 1;
   const unsigned begins = __ballot_sync(device::kAllLanes, own.cut_at_begin) & all;
   const unsigned middles = __ballot_sync(device::kAllLanes, own.middle) & all;
+  const bool back_is_cut = shared.share[teams - 1].cut_at_end;
   // Borders at which runs end, and the first team of such a run: behind the last before it that is
   // no middle.
   unsigned runs = begins & ~middles;
-  const auto teams_before = [&](int b) { return ~middles & ((1u << b) - 1); };
-  const auto first_team = [&](int b) {
-    return teams_before(b) == 0 ? 0 : 31 - __clz(teams_before(b));
-  };
-  // The part that ended an item is in the workspace.
-  const auto pieces_of = [&](int b, int part) {
-    const int from = first_team(b);
-    const int stride = parts * kStateVectors;
-    const float4* const cut = last_pieces + (from * parts + part) * kStateVectors;
-    if (b == teams) return Pieces{cut, cut + stride, stride, b - from};
-    return Pieces{
-        plan.warp_pieces +
-            (static_cast<int64_t>(blockIdx.x) * kWarps + b * parts + part) * kStateVectors,
-        cut, stride, b - from + 1};
-  };
-
-  const bool back_is_cut = shared.share[teams - 1].cut_at_end;
-  const bool one_item = back_is_cut && teams_before(teams) == 0;  // longer than the block
-  const bool front_ends = (begins & 1) != 0 && !one_item;
-  const int front_run = __ffs(runs) - 1;  // if the front ends here
-  if (front_ends) runs &= runs - 1;
+  const bool front_ends = (begins & 1) != 0 && runs != 0;
+  if (back_is_cut) runs |= 1u << teams;
+  bool is_front = (begins & 1) != 0;
+  int next_warp = 0;
 #pragma unroll 1
-  for (int which = kFront; which <= kBack; ++which) {
-    if (which == kFront ? !front_ends && !one_item : !back_is_cut || one_item) continue;
-    const int border = which == kFront && front_ends ? front_run : teams;
+  for (; runs != 0; runs &= runs - 1) {
+    const int b = __ffs(static_cast<int>(runs)) - 1;
+    const unsigned before = ~middles & ((1u << b) - 1);
+    const int from = before == 0 ? 0 : 31 - __clz(static_cast<int>(before));
+    const bool is_whole = !is_front && b < teams;
+    const int of_teams = b - from;  // their last pieces, before that which ended the item
+    const bool is_back = b == teams;
+    const auto place_of = [&](int part) {
+      const Cursor& back = shared.cursor[teams - 1];
+      const ItemPlace& ended = shared.share[min(b, teams - 1)].first;
+      return is_back ? rows_of(back.seq, back.head, back.row_block, part)
+                     : rows_of(ended.seq, ended.head, ended.row_block, part);
+    };
+    int i = warp - next_warp;
+    if (i < 0) i += kWarps;
+    next_warp = (next_warp + parts * rows) % kWarps;
 #pragma unroll 1
-    for (int i = warp; i < parts * kColumns; i += kWarps) {
-      const int part = i / kColumns;
-      const int column = i % kColumns;
-      const JoinedColumn joined =
-          join_column<kOfWarps, kDim, kBlocks>(pieces_of(border, part), column, lane);
-      float4* const to = block_piece(blockIdx.x, which) + part * kStateVectors + lane;
-      to[column * kWarpLanes] = joined.out;
-      if (column % State::kTiles == 0) {
-        to[(kColumns + column / State::kTiles) * kWarpLanes] = {joined.top[0], joined.top[1],
-                                                                joined.sum[0], joined.sum[1]};
+    for (; i < parts * rows; i += kWarps) {
+      const int part = parts == 1 ? 0 : i / rows;
+      const int row = i - part * rows;
+      if (may_lack_rows) {
+        const RowPlace place = place_of(part);
+        if (place.first + row >= place.count) break;
+      }
+      const float4* const cut = last_pieces + (from * parts + part) * piece_stride;
+      const float4* const ended =
+          plan.warp_pieces +
+          (static_cast<int>(blockIdx.x) * kWarps + b * parts + part) * int64_t{Piece::kVectors};
+      const int stride = parts * piece_stride;
+      JoinedRow<kOfLane> joined;
+      const auto load = [&](const float4* piece, float2& tops, float (&values)[kOfLane]) {
+        tops = Piece::tops(piece)[row];
+        if constexpr (kVector == 4) {
+#pragma unroll
+          for (int h = 0; h < kOfLane / 4; ++h) {
+            const float4 four = piece[Piece::place_of(row, h * kWarpLanes + lane)];
+            values[4 * h] = four.x;
+            values[4 * h + 1] = four.y;
+            values[4 * h + 2] = four.z;
+            values[4 * h + 3] = four.w;
+          }
+        } else {
+          const float2 two =
+              reinterpret_cast<const float2*>(piece + Piece::place_of(row, lane / 2))[lane % 2];
+          values[0] = two.x;
+          values[1] = two.y;
+        }
+      };
+#pragma unroll 1
+      for (int k = 0; k < of_teams; k += kOfWarps) {
+        float2 tops[kOfWarps];
+        float values[kOfWarps][kOfLane];
+#pragma unroll
+        for (int j = 0; j < kOfWarps; ++j) {
+          tops[j] = {device::negative_infinity(), 0.f};
+#pragma unroll
+          for (int c = 0; c < kOfLane; ++c) values[j][c] = 0.f;
+          if (k + j < of_teams) load(cut + (k + j) * stride, tops[j], values[j]);
+        }
+        joined.add(tops, values);
+      }
+      if (!is_back) {
+        float2 tops[1];
+        float values[1][kOfLane];
+        load(ended, tops[0], values[0]);
+        joined.add(tops, values);
+      }
+      float (&v)[kOfLane] = joined.out;
+      device::butterfly_registers<1, kOfLane>(v);
+      device::butterfly_lanes<1, kWarpLanes>(v, lane);
+#pragma unroll
+      for (int c = 0; c < kOfLane; ++c) v[c] *= device::orthonormal_scale(kDim);
+      if (is_whole) {
+        const RowPlace place = place_of(part);
+        const OutputRow to(p, plan, place, place.first + row, joined.top, joined.sum);
+#pragma unroll
+        for (int h = 0; h < kOfLane / kVector; ++h) {
+          float result[kVector];
+#pragma unroll
+          for (int c = 0; c < kVector; ++c) result[c] = v[h * kVector + c] * to.result.factor;
+          store_channels(p, plan, to.out + (h * kWarpLanes + lane) * kVector, result);
+        }
+        if (p.lse != nullptr && lane == 0) p.lse[to.lse] = to.result.lse;
+      } else {
+#pragma unroll
+        for (int h = 0; h < kOfLane / kVector; ++h) {
+          const int channel = (h * kWarpLanes + lane) * kVector;
+          Word* const strip = strip_of(static_cast<int>(blockIdx.x), is_front ? kFront : kBack,
+                                       part, row, channel / kStripChannels);
+          const int in_strip = channel % kStripChannels;
+#pragma unroll
+          for (int c = 0; c < kVector; c += 2) {
+            strip[(in_strip + c) / 2].store(v[h * kVector + c], v[h * kVector + c + 1],
+                                            plan.launch);
+          }
+          if (in_strip == 0) strip[kWarpLanes].store(joined.top, joined.sum, plan.launch);
+        }
       }
     }
-  }
-  if (back_is_cut || front_ends) __syncthreads();
-  if (back_is_cut && threadIdx.x == 0) {
-    raise_flag(plan, plan.flags + int64_t{blockIdx.x} * 2 + (one_item ? kFront : kBack));
-  }
-
-  for (int task = 0; runs != 0; runs &= runs - 1) {
-    const int b = __ffs(runs) - 1;
-#pragma unroll 1
-    for (int part = 0; part < parts; ++part, ++task) {
-      if (task % kWarps != warp) continue;
-      const Pieces pieces = pieces_of(b, part);
-      State state;
-      state.clear();
-#pragma unroll 1
-      for (int k = 0; k < pieces.count; ++k) {
-        state.merge(k == 0 ? pieces.first : pieces.rest + (k - 1) * pieces.stride, lane);
-      }
-      write_rows(p, plan, rows_of(shared.share[b].first, part), lane, state);
-    }
+    is_front = false;
   }
 
   if (!front_ends) return;
-  const int from = shared.front_block;
+  const ItemPlace& item = shared.share[0].first;
+  const int from = shared.division[warp].block_of(item.start);
   const int count = static_cast<int>(blockIdx.x) - from + 1;
-  // The first block has the item as its last.
-  const auto flag_of = [&](int i) {
-    return plan.flags + int64_t{from + i} * 2 + (i == 0 ? kBack : kFront);
-  };
-  for (int i = lane; i < count - 1; i += kWarpLanes) wait_for_flag(plan, flag_of(i));
-  __syncwarp();
 #pragma unroll 1
-  for (int i = warp; i < parts * kColumns; i += kWarps) {
-    const int part = i / kColumns;
-    const int column = i % kColumns;
-    const Pieces pieces{block_piece(from, kBack) + part * kStateVectors,
-                        block_piece(from + 1, kFront) + part * kStateVectors,
-                        int64_t{2} * parts * kStateVectors, count};
-    write_column<kDim, kBlocks>(p, plan, rows_of(shared.share[0].first, part), column,
-                                join_column<kOfBlocks, kDim, kBlocks>(pieces, column, lane), lane);
+  for (int i = warp; i < parts * rows * kStrips; i += kWarps) {
+    const int strip = i % kStrips;
+    const int part = parts == 1 ? 0 : i / kStrips / rows;
+    const int row = i / kStrips - part * rows;
+    const RowPlace place = rows_of(item.seq, item.head, item.row_block, part);
+    if (may_lack_rows && place.first + row >= place.count) break;
+    // The first block has the item as its last.
+    Word* const back = strip_of(from, kBack, part, row, strip);
+    Word* const front = strip_of(from, kFront, part, row, strip);
+    JoinedRow<2> joined;
+#pragma unroll 1
+    for (int first = 0; first < count; first += kOfBlocks) {
+      const int left = count - first;
+      const int of_lane = lane % kOfBlocks;
+      Word* const at = front + int64_t{first} * kBlockWords;
+      Word* const first_at = first == 0 ? back : at;
+      Word* const tops_at =
+          (of_lane == 0 ? first_at : at + int64_t{of_lane} * kBlockWords) + kWarpLanes;
+      const auto word_at = [&](int k) {
+        return (k == 0 ? first_at : at + int64_t{k} * kBlockWords) + lane;
+      };
+      Word tops{};
+      Word words[kOfBlocks] = {};
+      // A bit a word that is not there; what is there is not read again.
+      constexpr unsigned kTops = 1u << kOfBlocks;
+      unsigned missing = left < kOfBlocks ? (1u << left) - 1 : kTops - 1;
+      const bool has_tops = of_lane < left;
+      if (has_tops) missing |= kTops;
+      do {
+        tops.look(tops_at, missing & kTops);
+#pragma unroll
+        for (int k = 0; k < kOfBlocks; ++k) words[k].look(word_at(k), missing & 1u << k);
+        if (tops.launch == plan.launch) missing &= ~kTops;
+#pragma unroll
+        for (int k = 0; k < kOfBlocks; ++k) {
+          if (words[k].launch == plan.launch) missing &= ~(1u << k);
+        }
+      } while (__any_sync(device::kAllLanes, missing != 0));
+      float values[kOfBlocks][2];
+#pragma unroll
+      for (int k = 0; k < kOfBlocks; ++k) {
+        values[k][0] = words[k].x();
+        values[k][1] = words[k].y();
+      }
+      joined.add_of_lanes({has_tops ? tops.x() : device::negative_infinity(), tops.y()}, values);
+    }
+    const OutputRow to(p, plan, place, place.first + row, joined.top, joined.sum);
+    const float result[2] = {joined.out[0] * to.result.factor, joined.out[1] * to.result.factor};
+    store_channels(p, plan, to.out + strip * kStripChannels + 2 * lane, result);
+    if (p.lse != nullptr && strip == 0 && lane == 0) p.lse[to.lse] = to.result.lse;
+    // The same launch may be played again.
+#pragma unroll 1
+    for (int first = 0; first < count; first += kOfBlocks) {
+      Word* const at = front + int64_t{first} * kBlockWords;
+#pragma unroll
+      for (int k = 0; k < kOfBlocks; ++k) {
+        Word* const words = first + k == 0 ? back : at + int64_t{k} * kBlockWords;
+        if (first + k < count) words[lane].clear();
+      }
+      const int own = first + lane;
+      if (lane < kOfBlocks && own < count) {
+        (own == 0 ? back : front + int64_t{own} * kBlockWords)[kWarpLanes].clear();
+      }
+    }
   }
-  __syncthreads();  // all have seen the flags
-  // The same launch may be played again.
-  for (int i = static_cast<int>(threadIdx.x); i < count - 1; i += kWarps * kWarpLanes)
-    *flag_of(i) = 0;
 }
 
 }  // namespace kvarn::cuda

@@ -32,33 +32,20 @@ namespace kvarn::cuda {
 /// Asks for lines of an array that will be read when more is known: a line a thread of the grid,
 /// and by each block the first one, so that its SM has the address translated.
 template <int kThreads>
-__device__ __forceinline__ void ask_for(const void* data, int64_t bytes) {
+__device__ __forceinline__ void ask_for(const void* data, int bytes) {
   constexpr int kLine = 128;
-  constexpr int64_t kMost = 512 << 10;
-  const int64_t at = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kLine;
+  const int at = (static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x)) * kLine;
   const char* const start = static_cast<const char*>(data);
-  if (at < min(bytes, kMost)) asm volatile("prefetch.global.L2 [%0];" ::"l"(start + at));
+  if (at < bytes) asm volatile("prefetch.global.L2 [%0];" ::"l"(start + at));
   if (threadIdx.x == 0 && bytes > 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(start));
 }
 
 /// The work cannot be known before the lengths are; their latency hides that of the rest.
 template <int kThreads>
-__device__ __forceinline__ void ask_for_inputs(const DecodeParams& p) {
-  // Of two-dimensional arrays, from the first element to the last.
-  const auto elements = [](int64_t rows, int64_t row_stride, int64_t cols, int64_t col_stride) {
-    return cols == 0 ? 0 : (rows - 1) * row_stride + (cols - 1) * col_stride + 1;
-  };
-  ask_for<kThreads>(p.q, 2 * (elements(p.tokens, p.q_stride[0], p.q_heads, p.q_stride[1]) +
-                              p.kv.format.head_dim - 1));
-  const IndexMatrix& table = p.kv.block_table;
-  ask_for<kThreads>(table.data,
-                    (table.is_int64 ? 8 : 4) *
-                        elements(p.kv.seqs, table.row_stride, p.kv.table_width, table.col_stride));
-  const IndexArray& slot = p.kv.block_slot;
-  if (slot) {
-    ask_for<kThreads>(slot.data,
-                      (slot.is_int64 ? 8 : 4) * elements(1, 0, p.kv.cache.blocks, slot.stride));
-  }
+__device__ __forceinline__ void ask_for_inputs(const DecodeParams& p, const DecodePlan& plan) {
+  ask_for<kThreads>(p.q, plan.query_bytes);
+  ask_for<kThreads>(p.kv.block_table.data, plan.table_bytes);
+  ask_for<kThreads>(p.kv.block_slot.data, plan.slot_bytes);
 }
 
 /// Reads a line of the parameters a warp: they come from memory, and each first use of a line would
@@ -87,6 +74,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   constexpr bool kQueryAhead = F::kQueryAhead && kBlocks == 1;
   constexpr bool kRuns = F::kRuns && (kBlocks * kDim <= 128 || kCopiesAreSmall);
   constexpr int kStateVectors = device::SoftmaxState<kDim, kBlocks>::kVectors * kWarpLanes;
+  using Piece = RowPiece<kDim, kBlocks>;
   if (F::kOneRecord && !kCopiesAreSmall) {
     __trap();  // nobody launches it there, see wants_one_record()
     return;
@@ -97,10 +85,11 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   touch(params);
   touch(any_plan);
   const DecodeParams p = F::kUsual ? usual(params) : params;
-  const DecodePlan plan = F::kUsual      ? usual<F::kOneRecord, F::kSplits>(any_plan)
+  const DecodePlan plan = F::kUsual      ? usual<F::kSplits>(any_plan)
                           : kBlocks == 1 ? any_plan
                                          : without_splits(any_plan);
   const int stage_bytes = F::stage_bytes(plan);
+  const int ring_bytes = (F::kOneRecord ? 1 : plan.stages) * stage_bytes;
 
   const int team = own_warp() >> plan.parts_shift;
   const int part = own_warp() & (plan.row_parts - 1);
@@ -116,12 +105,24 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
     device::barrier_init_fence();
   }
   device::wait_for_previous();
-  ask_for_inputs<kThreads>(p);
+  const bool few = F::kUsual && !F::kSplits && plan.few_sequences;
+  // First of all, what all else waits for.
+  const int length = few ? sequence_length(p, min(lane, static_cast<int>(p.kv.seqs) - 1)) : 0;
+  ask_for_inputs<kThreads>(p, plan);
   const int chunk = static_cast<int>((p.kv.seqs + kThreads - 1) / kThreads);
-  divide<F::kWarps>(p, plan, chunk, shared.scan, shared.division);
+  SequenceWork work;  // of a lane, if there are few
+  unsigned before;
+  if (few) {
+    const Division d = divide_few(p, plan, length, lane, work, before);
+    Division& own = shared.division[own_warp()];
+    if (lane == 0) own = d;
+    __syncwarp();  // and the warp's barriers are made
+  } else {
+    divide<F::kWarps>(p, plan, chunk, shared.scan, shared.division);
+  }
   TileWorker<F, kBlocks> worker{p, plan, lane};
-  if (team < teams_of_block(shared.division)) {
-    uint8_t* const ring = rings + team * (F::kOneRecord ? 1 : plan.stages) * stage_bytes;
+  if (team < teams_of_block(shared.division[own_warp()])) {
+    uint8_t* const ring = rings + team * ring_bytes;
     Feeder<F::kOneRecord> feeder(p, plan, shared, ring, stage_bytes, F::layout(plan), team, lane);
     const auto piece = [&]() -> StagePiece& { return shared.current[own_warp()]; };
     const auto rows_of = [&](const StagePiece& of) {
@@ -132,9 +133,13 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
     QueryWords<kDim, kBlocks> words;
     bool has_words = kQueryAhead;
     {
+      const Division& d = shared.division[own_warp()];
       Cursor cursor;
-      cursor.template start<F::kWarps>(p, plan, shared.division, shared.scan, chunk,
-                                       shared.division.share_of(team));
+      if (few) {
+        cursor.start_few(p, plan, d, work, before, d.share_of(team));
+      } else {
+        cursor.template start<F::kWarps>(p, plan, d, shared.scan, chunk, d.share_of(team));
+      }
       if (kQueryAhead) {
         words.load(p, plan,
                    RowPlace(p, plan, cursor.seq, cursor.head, cursor.row_block, part,
@@ -187,10 +192,6 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
             words.load(p, plan, rows_of(shared.piece[next]), lane);
             has_words = true;
           }
-        }
-        // At the begin (later, now and then, it is the same).
-        if (threadIdx.x == 0 && turn == 0 && (tile.flags & kFirstTile)) {
-          shared.front_block = shared.division.block_of(shared.share[0].first.start);
         }
         if (kRuns && p.logits_soft_cap == 0.f) {
           run = uniform(feeder.run_length(worker.rows.seen.all));
@@ -262,8 +263,8 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
       constexpr int kWhole = kBeginsItem | kEndsItem;
       const bool is_whole =
           (tile.flags & kWhole) == kWhole && (plan.split_tiles == 0 || uniform(piece().units) == 1);
-      // What is kept of splits is in the basis of records, in which most of them end.
-      if (worker.rotated == (plan.split_tiles == 0 || is_whole)) worker.state.rotate(lane);
+      // What is joined within this launch is in the basis of records, in which most of it ends.
+      if (worker.rotated == is_whole) worker.state.rotate(lane);
       if (is_whole) {
         write_rows(p, plan, place(), lane, worker.state);
       } else if (plan.split_tiles > 0) {
@@ -277,32 +278,37 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
           tiles_left = uniform(current.unit_tiles);
         }
       } else if (!(tile.flags & kBeginsItem) && (tile.flags & kEndsItem)) {
-        worker.state.store(
+        Piece::store(
+            worker.state, Piece::rows(p, plan),
             plan.warp_pieces +
-                (static_cast<int64_t>(blockIdx.x) * F::kWarps + own_warp()) * kStateVectors,
+                (static_cast<int64_t>(blockIdx.x) * F::kWarps + own_warp()) * Piece::kVectors,
             lane);
       }
       if (tile.flags & kEnd) break;
     }
   }
-  const int teams = teams_of_block(shared.division);
+  const int teams = teams_of_block(shared.division[own_warp()]);
   if (teams == 0) return;
-  auto* const states = reinterpret_cast<float4*>(rings);
   if (plan.split_tiles > 0) {
+    const Division& d = shared.division[own_warp()];
     Cursor cursor;
-    cursor.template start<F::kWarps>(p, plan, shared.division, shared.scan, chunk,
-                                     shared.division.share_of(0), static_cast<unsigned>(teams));
-    join_units<kDim, kBlocks, F::kWarps>(p, plan, shared, cursor, teams, states, lane);
+    cursor.template start<F::kWarps>(p, plan, d, shared.scan, chunk, d.share_of(0),
+                                     static_cast<unsigned>(teams));
+    join_units<kDim, kBlocks, F::kWarps>(p, plan, shared, cursor, teams,
+                                         reinterpret_cast<float4*>(rings), lane);
     return;
   }
-  __syncthreads();  // the rings are free
-  float4* const last_pieces = states;
+  // A team's ring is free when all its warps are here.
+  if (plan.row_parts > 1) __syncthreads();
+  const int piece_stride =
+      plan.row_parts > 1 ? Piece::kVectors : ring_bytes / static_cast<int>(sizeof(float4));
+  auto* const last_pieces = reinterpret_cast<float4*>(rings);
   const int own_team = own_warp() >> plan.parts_shift;
   if (own_team < teams && shared.share[own_team].cut_at_end) {
-    worker.state.store(last_pieces + own_warp() * kStateVectors, lane);
+    Piece::store(worker.state, Piece::rows(p, plan), last_pieces + own_warp() * piece_stride, lane);
   }
   __syncthreads();
-  join_shares<kDim, kBlocks, F::kWarps>(p, plan, shared, teams, last_pieces, lane);
+  join_shares<kDim, kBlocks, F::kWarps>(p, plan, shared, teams, last_pieces, piece_stride, lane);
 }
 
 }  // namespace kvarn::cuda

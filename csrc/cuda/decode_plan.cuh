@@ -81,14 +81,18 @@ struct DecodePlan {
   int split_tiles;           ///< 0: units are tiles
   unsigned staged_units;     ///< 2^16 units a token of an open tile; 0: each tile is one unit
   int item_units;            ///< what an item's begin and end count, in a ragged batch
+  bool few_sequences;        ///< see divide_few(): at most 32, and all numbers of units are small
+  int query_bytes;           ///< of arrays that are asked for ahead, from their first element on
+  int table_bytes;
+  int slot_bytes;
   bool records_aligned;
   bool staging_aligned;
   bool q_aligned;
   bool out_aligned;
   RecordLayout layout;
   uint64_t launch;      ///< a number that no flag has by chance
-  uint64_t* flags;      ///< of blocks' pieces: [grid][2]; with splits: [grid]
-  float4* pieces;       ///< of blocks: [grid][2][row_parts]; with splits: [units][row_parts]
+  uint64_t* flags;      ///< with splits, of blocks: [grid]
+  float4* pieces;       ///< with splits: [units][row_parts]; of blocks: [grid][2][row_parts], words
   float4* warp_pieces;  ///< [grid][warps]
 };
 
@@ -115,11 +119,11 @@ __device__ __forceinline__ DecodeParams usual(DecodeParams p) {
   return p;
 }
 
-template <bool kHasOneRecord, bool kHasSplits>
+template <bool kHasSplits>
 __device__ __forceinline__ DecodePlan usual(DecodePlan plan) {
-  if (kHasOneRecord) plan.stages = 2;
   if (!kHasSplits) plan.split_tiles = 0;
   __builtin_assume((plan.split_tiles > 0) == kHasSplits);
+  plan.stages = 2;
   plan.parts_shift = 0;
   plan.row_parts = 1;
   plan.window = -1;
@@ -175,10 +179,11 @@ __device__ __forceinline__ int sequence_length(const DecodeParams& p, int64_t se
 }
 
 /// An item counts `more` units beyond its tiles, and at least `least`.
-__device__ __forceinline__ SequenceWork sequence_work(const DecodeParams& p, const DecodePlan& plan,
-                                                      int64_t seq, int more, int least) {
+__device__ __forceinline__ SequenceWork work_of_length(const DecodeParams& p,
+                                                       const DecodePlan& plan, int64_t seq,
+                                                       int length, int more, int least) {
   SequenceWork w;
-  w.length = sequence_length(p, seq);
+  w.length = length;
   w.queries = query_begin(p, seq + 1) - query_begin(p, seq);
   const int oldest = max(w.length - w.queries, 0);
   const int begin = plan.window < 0 ? 0 : max(oldest - plan.window, 0);
@@ -208,6 +213,11 @@ __device__ __forceinline__ SequenceWork sequence_work(const DecodeParams& p, con
   const int rows = 1 << plan.rows_shift;
   w.row_blocks = (w.queries * plan.heads_per_kv + rows - 1) >> plan.rows_shift;
   return w;
+}
+
+__device__ __forceinline__ SequenceWork sequence_work(const DecodeParams& p, const DecodePlan& plan,
+                                                      int64_t seq, int more, int least) {
+  return work_of_length(p, plan, seq, sequence_length(p, seq), more, least);
 }
 
 /// Tokens begin .. end - 1 that a query token sees; 0, 0: none.
@@ -249,6 +259,41 @@ struct Division {
   int item_units;    ///< of plan, or 0
   int least_units;   ///< of an item, where nearly all have as many
 
+  /// units is set, and the units of all items if they were as many as those of the longest:
+  /// `most`; equal_rows: sequences have equally many items. all_items(): their number, asked for
+  /// where items count more than their units, or not at all.
+  template <class AllItems>
+  __device__ __forceinline__ void settle(const DecodePlan& plan, bool equal_rows, int64_t padded,
+                                         int most, const AllItems& all_items) {
+    constexpr int kWholes = 16;  // of what padding may add one
+    teams = plan.teams;
+    shares = gridDim.x * static_cast<unsigned>(plan.teams);
+    inverse = plan.inverse_shares;
+    item_units = least_units = 0;
+    bool equal = equal_rows && padded == units;
+    if (!equal && units >= shares && plan.item_units > 0) {
+      if (equal_rows && padded * kWholes <= units * (kWholes + 1)) {
+        // Lengths of a batch that decodes together: equal but for a few tiles.
+        equal = true;
+        least_units = most;
+        units = padded;
+      } else {
+        item_units = plan.item_units;
+        units += item_units * all_items();
+      }
+    }
+    if (units < shares) {
+      // Few units: over as many blocks as possible.
+      shares = static_cast<unsigned>(units);
+      inverse = 0;
+      teams = static_cast<int>(max((shares + gridDim.x - 1) / gridDim.x, 1u));
+    } else if (equal && plan.aligned_shares > 0) {
+      // Some blocks less, but none waits for another's part of an item.
+      shares = plan.aligned_shares;
+      inverse = plan.inverse_aligned;
+    }
+  }
+
   /// Of a team of the block.
   __device__ __forceinline__ unsigned share_of(int team) const {
     return blockIdx.x * static_cast<unsigned>(teams) + static_cast<unsigned>(team);
@@ -264,7 +309,9 @@ struct Division {
         static_cast<unsigned>(__fdividef(static_cast<float>(unit), static_cast<float>(units)) *
                               static_cast<float>(shares));
     share = min(share, shares - 1);
+#pragma unroll 1
     while (share_begin(share) > unit) --share;
+#pragma unroll 1
     while (share + 1 < shares && share_begin(share + 1) <= unit) ++share;
     return static_cast<int>(share / static_cast<unsigned>(teams));
   }
@@ -290,8 +337,7 @@ __device__ __forceinline__ int64_t inclusive_scan(int64_t x, int lane) {
 /// All threads of a block; sequences [i * chunk, (i + 1) * chunk) are thread i's.
 template <int kWarps>
 __device__ __forceinline__ void divide(const DecodeParams& p, const DecodePlan& plan, int chunk,
-                                       SequenceScan& scan, Division& division) {
-  constexpr int kWholes = 16;  // of what padding may add one
+                                       SequenceScan& scan, Division (&division)[kMaxDecodeWarps]) {
   const int warp = threadIdx.x / kWarpLanes;
   const int lane = threadIdx.x % kWarpLanes;
   const int64_t first = static_cast<int64_t>(threadIdx.x) * chunk;
@@ -327,42 +373,45 @@ __device__ __forceinline__ void divide(const DecodeParams& p, const DecodePlan& 
   };
   Division d;
   int64_t before = scanned(units, scan.units_of_warp, d.units);
-  d.teams = plan.teams;
-  d.shares = gridDim.x * static_cast<unsigned>(plan.teams);
-  d.inverse = plan.inverse_shares;
-  d.item_units = d.least_units = 0;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) most = max(most, scan.most_of_warp[w]);
   const int64_t items_of_seq = front.items(p.kv.kv_heads);
-  const int64_t padded = p.kv.seqs * items_of_seq * most;
-  bool equal = same_rows && padded == d.units;
-  if (!equal && same_rows && d.units >= d.shares && plan.item_units > 0 &&
-      padded * kWholes <= d.units * (kWholes + 1)) {
-    // Lengths of a batch that decodes together: equal but for a few tiles.
-    equal = true;
-    d.least_units = most;
-    d.units = padded;
-    before = min(first, p.kv.seqs) * items_of_seq * most;
-  }
-  if (!equal && d.units >= d.shares && plan.item_units > 0) {
+  d.settle(plan, same_rows, p.kv.seqs * items_of_seq * most, most, [&] {
     int64_t all_items;
-    d.item_units = plan.item_units;
-    before += d.item_units * scanned(items, scan.items_of_warp, all_items);
-    d.units += d.item_units * all_items;
-  }
-  if (d.units < d.shares) {
-    // Few units: over as many blocks as possible.
-    d.shares = static_cast<unsigned>(d.units);
-    d.inverse = 0;
-    d.teams = static_cast<int>(max((d.shares + gridDim.x - 1) / gridDim.x, 1u));
-  } else if (equal && plan.aligned_shares > 0) {
-    // Some blocks less, but none waits for another's part of an item.
-    d.shares = plan.aligned_shares;
-    d.inverse = plan.inverse_aligned;
-  }
+    before += plan.item_units * scanned(items, scan.items_of_warp, all_items);
+    return all_items;
+  });
+  if (d.least_units > 0) before = min(first, p.kv.seqs) * items_of_seq * most;
   scan.before[threadIdx.x] = before;
-  if (threadIdx.x == 0) division = d;
+  if (lane == 0) division[warp] = d;
   __syncthreads();
+}
+
+/// The same for a usual step of at most as many sequences as a warp has lanes: each warp for
+/// itself, without barriers. length: of the lane's sequence, or else of the last one. Leaves its
+/// work in `work` and the units before it in `before` (of lanes without one, all).
+__device__ __forceinline__ Division divide_few(const DecodeParams& p, const DecodePlan& plan,
+                                               int length, int lane, SequenceWork& work,
+                                               unsigned& before) {
+  const int seqs = static_cast<int>(p.kv.seqs);
+  const int heads = static_cast<int>(p.kv.kv_heads);
+  const bool is_one = lane < seqs;
+  work = work_of_length(p, plan, min(lane, seqs - 1), length, 0, 0);
+  work.row_blocks = 1;
+  Division d;
+  d.units = uniform(__reduce_add_sync(device::kAllLanes, is_one ? heads * work.units : 0));
+  const int most = uniform(__reduce_max_sync(device::kAllLanes, work.units));
+  d.settle(plan, true, seqs * heads * most, most, [&] { return int64_t{seqs * heads}; });
+  work.units = max(work.units + d.item_units, d.least_units);
+  const unsigned own = is_one ? heads * work.units : 0;
+  before = own;
+#pragma unroll
+  for (int distance = 1; distance < kWarpLanes; distance *= 2) {
+    const unsigned other = __shfl_up_sync(device::kAllLanes, before, distance);
+    if (lane >= distance) before += other;
+  }
+  before -= own;
+  return d;
 }
 
 /// Walks through the units of a share, or of several, piece after piece: what they have of an item.
@@ -399,18 +448,24 @@ struct Cursor {
       if (before + units > begin) break;
       before += units;
     }
-    const int64_t rest = begin - before;
-    unsigned item;
-    if (rest >> 32 == 0) {  // a 64-bit division takes long
-      item = static_cast<unsigned>(rest) / static_cast<unsigned>(work.units);
-    } else {
-      item = static_cast<unsigned>(rest / work.units);
-    }
-    unit = static_cast<int>(rest - int64_t{item} * work.units);
-    head = static_cast<int>(item / static_cast<unsigned>(work.row_blocks));
-    row_block = static_cast<int>(item % static_cast<unsigned>(work.row_blocks));
-    item_start = begin - unit;
-    open(p, plan);
+    begin_item(p, plan, begin, begin - before);
+  }
+
+  /// The same for a usual step of few sequences, each in a lane: its work and the units before it.
+  __device__ __forceinline__ void start_few(const DecodeParams& p, const DecodePlan& plan,
+                                            const Division& d, const SequenceWork& of_lane,
+                                            unsigned before, unsigned share) {
+    const int64_t begin = d.share_begin(share);
+    left = static_cast<int>(d.share_begin(share + 1) - begin);
+    seq = 31 - __clz(static_cast<int>(
+                   __ballot_sync(device::kAllLanes, before <= static_cast<unsigned>(begin))));
+    const auto of_owner = [&](int x) { return uniform(__shfl_sync(device::kAllLanes, x, seq)); };
+    work = of_lane;
+    work.length = of_owner(of_lane.length);
+    work.end_tile = (work.length + (1 << plan.group_shift) - 1) >> plan.group_shift;
+    work.units = of_owner(of_lane.units);
+    work.staged_ends = plan.staged_units > 0 ? of_owner(of_lane.staged_ends) : 0;
+    begin_item(p, plan, begin, static_cast<unsigned>(begin) - of_owner(static_cast<int>(before)));
   }
 
   /// To the next piece; count == left: there is none.
@@ -443,6 +498,22 @@ struct Cursor {
   __device__ __forceinline__ bool ends_item() const { return unit + count == work.units; }
 
  private:
+  /// At unit `begin`, which is the unit `rest` of the sequence.
+  __device__ __forceinline__ void begin_item(const DecodeParams& p, const DecodePlan& plan,
+                                             int64_t begin, int64_t rest) {
+    unsigned item;
+    if (rest >> 32 == 0) {  // a 64-bit division takes long
+      item = static_cast<unsigned>(rest) / static_cast<unsigned>(work.units);
+    } else {
+      item = static_cast<unsigned>(rest / work.units);
+    }
+    unit = static_cast<int>(rest - int64_t{item} * work.units);
+    head = static_cast<int>(item / static_cast<unsigned>(work.row_blocks));
+    row_block = static_cast<int>(item % static_cast<unsigned>(work.row_blocks));
+    item_start = begin - unit;
+    open(p, plan);
+  }
+
   /// The first tile that begins with the unit or behind it.
   __device__ __forceinline__ int tile_of(const DecodePlan& plan, int of_unit) const {
     if (plan.split_tiles > 0) {

@@ -164,6 +164,8 @@ __device__ __forceinline__ void store_channels(const DecodeParams& p, const Deco
   if (plan.out_aligned) {
     if constexpr (kCount == 8) {
       *reinterpret_cast<uint4*>(to) = {w[0], w[1], w[2], w[3]};
+    } else if constexpr (kCount == 4) {
+      *reinterpret_cast<uint2*>(to) = {w[0], w[1]};
     } else {
       static_assert(kCount == 2);
       *reinterpret_cast<uint32_t*>(to) = w[0];

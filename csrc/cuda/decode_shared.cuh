@@ -58,7 +58,7 @@ struct TeamShare {
 
 struct DecodeShared {
   SequenceScan scan;
-  Division division;
+  Division division[kMaxDecodeWarps];       ///< the same for all warps
   device::Barrier told[kMaxStages];         ///< tile (and piece) say what the stage will hold
   device::Barrier full[kMaxStages];         ///< it does
   device::Barrier full_values[kMaxStages];  ///< its values, if they are asked for later
@@ -68,7 +68,6 @@ struct DecodeShared {
   StagePiece current[kMaxDecodeWarps];  ///< of each warp
   Cursor cursor[kMaxDecodeWarps];       ///< of each team
   TeamShare share[kMaxDecodeWarps];
-  int front_block;  ///< where the block's first item begins
 };
 static_assert(sizeof(DecodeShared) <= kDecodeStaticBytes);
 static_assert(2 * kMaxDecodeWarps <= kMaxStages);
