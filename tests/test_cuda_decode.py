@@ -28,6 +28,7 @@ MORE_WARPS = [
     for args in [
         ("kvarn_k4v2_g128", 128), ("kvarn_k4v4_g128", 128), ("kvarn_k4v2_g128", 256),
         ("kvarn_k4v2_g128", 64), ("kvarn_k4v2_g64", 128), ("kvarn_k2v2_g128", 128),
+        ("kvarn_k3v3_g128", 128),
     ]
 ]  # fmt: skip
 
@@ -712,3 +713,30 @@ def test_fault19_checked_mode_names_the_offender(monkeypatch: pytest.MonkeyPatch
     case.seq_lens[1] = -2
     with pytest.raises(RuntimeError, match="seq_lens must be from 0 to .* got -2 at index 1"):
         decode(case, q)
+
+
+@pytest.mark.parametrize("window", [-1, 0, 100, 200, 2**63 - 1])
+@pytest.mark.parametrize("queries", [None, [1, 1], [3, 0], [0, 140], [2, 300]])
+def test_fault19_checked_mode_asks_for_what_is_read(
+    monkeypatch: pytest.MonkeyPatch, queries: list[int] | None, window: int
+) -> None:
+    monkeypatch.setenv("KVARN_CHECKED", "1")
+    case = Case(K4V2, [700, 300], dtype=torch.float16)
+    counts = queries or [1, 1]
+    q = torch.randn(sum(counts), 2, 128).half()
+    seen = torch.zeros(case.block_table.shape, dtype=torch.bool)
+    for seq, (length, count) in enumerate(zip([700, 300], counts, strict=True)):
+        oldest = max(length - count - window, 0) if window >= 0 else 0
+        if count:
+            seen[seq, oldest // 128 : -(-length // 128)] = True
+    plain = decode(case, q, queries, window_left=window)
+    table = case.block_table
+    table[~seen] = -7
+    again = decode(case, q, queries, window_left=window)
+    assert torch.equal(plain[0], again[0]) and torch.equal(plain[1], again[1])
+    for seq, tile in seen.nonzero().tolist():
+        block = int(table[seq, tile])
+        table[seq, tile] = -7
+        with pytest.raises(RuntimeError, match=rf"block_table must .* -7 at \[{seq}, {tile}\]"):
+            decode(case, q, queries, window_left=window)
+        table[seq, tile] = block

@@ -276,7 +276,6 @@ struct CheckQueries {
 };
 
 Status check_metadata(const DecodeParams& p) {
-  int64_t oldest_seen = p.window_left;
   if (p.cu_query_lens) {
     Status ordered = check_offsets("cu_query_lens", p.cu_query_lens, p.kv.seqs, p.stream);
     if (!ordered.ok()) return ordered;
@@ -290,9 +289,9 @@ Status check_metadata(const DecodeParams& p) {
                              " (the tokens of q), got " + std::to_string(offence.value) + " to " +
                              std::to_string(offence.other));
     }
-    oldest_seen = -1;  // depends on the queries of the sequence
   }
-  return check_paged_metadata(p.kv, p.max_seq_len, oldest_seen, "max_seq_len", p.stream);
+  return check_paged_metadata(p.kv, p.max_seq_len, p.cu_query_lens, p.window_left, "max_seq_len",
+                              p.stream);
 }
 
 }  // namespace

@@ -46,6 +46,7 @@ class Feeder {
       while ((flags_ & (kEnd | kPending)) == 0) {
         look();
         if (ahead_ == 0) {
+          wait_for_turn();
           ask_for_keys();
           ask_for_values();
           ++ahead_;
@@ -112,6 +113,16 @@ class Feeder {
   }
 
  private:
+  /// The first records of all warps at once take longer than the latency of memory, and what the
+  /// warps still have to fetch, instructions and queries, would wait behind them.
+  __device__ __forceinline__ static void wait_for_turn() {
+    constexpr int kClocks = 500;  // a multiprocessor gets a record of k4v2 in 800
+    const unsigned start = clock();
+    const int turn = own_warp() * kClocks;
+    while (uniform(static_cast<int>(clock() - start)) < turn) {
+    }
+  }
+
   __device__ __forceinline__ static ItemPlace item(const Cursor& c) {
     return {c.item_start, c.seq, c.head, c.row_block};
   }

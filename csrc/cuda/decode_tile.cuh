@@ -158,13 +158,9 @@ struct StaticFormat {
   static constexpr int kDim_ = kDim;
   static constexpr bool kOneRecord = kHasOneRecord;
   static constexpr int kRowTiles = (kDim < 256 ? kGroup : device::kHalfTokens) / kFragmentDim;
-  // Chains of mma that run side by side; with D = 256 more would not fit the registers, nor with a
-  // ring of one record, except of 2-bit keys, where fewer chains take more of them.
-  static constexpr int kScoreTiles = kDim == 256                  ? 2
-                                     : kOneRecord && kKeyBits > 2 ? device::kHalfTiles
-                                                                  : kRowTiles;
-  static constexpr int kSumTiles =
-      kDim < 256 && !kOneRecord ? kDim / kFragmentDim : device::kHalfTiles;
+  // Chains of mma that run side by side; with D = 256 more would not fit the registers.
+  static constexpr int kScoreTiles = kDim == 256 ? 2 : kRowTiles;
+  static constexpr int kSumTiles = kDim < 256 ? kDim / kFragmentDim : device::kHalfTiles;
   static constexpr bool kQueryAhead = kDim < 256 && !kOneRecord;
   static constexpr bool kRuns = true;
   static constexpr bool kUsual = kIsUsual;

@@ -251,7 +251,7 @@ struct CheckRoom {
 Status check_metadata(const GatherParams& p) {
   Status ordered = check_offsets("cu_seq_lens", p.cu_seq_lens, p.kv.seqs, p.stream);
   if (!ordered.ok()) return ordered;
-  Status paged = check_paged_metadata(p.kv, p.kv.table_width * p.kv.format.group, -1,
+  Status paged = check_paged_metadata(p.kv, p.kv.table_width * p.kv.format.group, {}, -1,
                                       "the tokens of block_table", p.stream);
   if (!paged.ok()) return paged;
   Offence offence;

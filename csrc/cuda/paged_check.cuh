@@ -27,12 +27,13 @@ inline Status check_paged_kv(const PagedKV& kv) {
 
 enum PagedRule : int { kLengthRule = 1, kTableRule, kBlockRule, kSlotRule };
 
-/// Entry (sequence, tile) i: the block of a tile from `first_tile` on.
+/// Entry (sequence, tile) i: the block of a tile that a query sees.
 struct CheckPaged {
   PagedKV kv;
   int64_t max_seq_len;
-  int64_t tiles;        ///< of a sequence, at most
-  int64_t oldest_seen;  ///< tokens before the last that a query sees at most; -1: all
+  int64_t tiles;             ///< of a sequence, at most
+  IndexArray cu_query_lens;  ///< null: one query a sequence
+  int64_t window_left;       ///< -1: queries see all
 
   __device__ Offence operator()(int64_t i) const {
     const int64_t seq = i / tiles;
@@ -41,7 +42,11 @@ struct CheckPaged {
     const int64_t room = kv.table_width * kv.format.group;
     if (length < 0 || length > max_seq_len) return {kLengthRule, length, max_seq_len};
     if (length > room) return {kTableRule, length, room};
-    const int64_t oldest = oldest_seen < 0 ? 0 : length - 1 - oldest_seen;
+    const int64_t queries =
+        cu_query_lens.data == nullptr ? 1 : cu_query_lens[seq + 1] - cu_query_lens[seq];
+    if (queries == 0) return {};
+    const bool sees_all = window_left < 0 || window_left >= length;
+    const int64_t oldest = sees_all ? 0 : length - queries - window_left;
     if (tile * kv.format.group >= length || (tile + 1) * kv.format.group <= oldest) return {};
     const int64_t block = kv.block_table.at(seq, tile);
     if (block < 0 || block >= kv.cache.blocks + kv.virtual_blocks) return {kBlockRule, block, 0};
@@ -55,10 +60,11 @@ struct CheckPaged {
 };
 
 /// Lengths and the blocks that are seen.
-inline Status check_paged_metadata(const PagedKV& kv, int64_t max_seq_len, int64_t oldest_seen,
+inline Status check_paged_metadata(const PagedKV& kv, int64_t max_seq_len,
+                                   const IndexArray& cu_query_lens, int64_t window_left,
                                    const char* length_reason, void* stream) {
   const int64_t tiles = max_seq_len > 0 ? (max_seq_len + kv.format.group - 1) / kv.format.group : 1;
-  const CheckPaged check{kv, max_seq_len, tiles, oldest_seen};
+  const CheckPaged check{kv, max_seq_len, tiles, cu_query_lens, window_left};
   Offence offence;
   int64_t index = 0;
   Status status = find_offence(check, kv.seqs * tiles, stream, offence, index);
