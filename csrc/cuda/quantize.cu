@@ -175,12 +175,20 @@ __device__ __forceinline__ float size_factor(device::TileMemory<Shape>& memory,
   return 64.f * exp2f(-rintf(log2f(mean) / 2));
 }
 
+/// Whether scales of the normalization are taken only if they pass the guard. A massive token takes
+/// one channel of the other keys, less than the rounding error of 2 or 3 bits.
+template <class Shape>
+__device__ __forceinline__ bool is_guarded(const device::Tokens<Shape>& tokens, Fit fit,
+                                           int iterations) {
+  return (fit == Fit::kMinMax || iterations > 0) && (!tokens.are_cols || tokens.bits >= 4);
+}
+
 /// Line threads: the scale of column threadIdx.x. Contains barriers, the last of them such that
 /// put_col_scale may follow.
 template <class Shape>
 __device__ __forceinline__ float find_col_scale(device::TileMemory<Shape>& memory,
                                                 const device::Tokens<Shape>& tokens, Fit fit,
-                                                int iterations) {
+                                                int iterations, bool guarded) {
   const bool minmax = fit == Fit::kMinMax;
   if (!minmax && iterations == 0) {  // what is read here of find_live has had its barrier
     return device::half_rounded(device::limited_col_scale(
@@ -192,11 +200,9 @@ __device__ __forceinline__ float find_col_scale(device::TileMemory<Shape>& memor
   } else {
     factor = size_factor(memory, tokens);
   }
-  float scale = device::sinkhorn_col_scale(memory, tokens, factor, iterations);
+  float x[device::kSteps][kStrip];
+  float scale = device::sinkhorn_col_scale(memory, tokens, factor, iterations, x);
   if (!minmax) scale = device::without_factor<Shape>(tokens, scale, memory.stat[4]);
-  // A massive token takes one channel of the other keys, less than the rounding error of 2 or 3
-  // bits.
-  const bool guarded = !tokens.are_cols || tokens.bits >= 4;
   float alternative = 1.f;
   if (guarded && tokens.are_cols) {
     alternative = device::limited_col_scale(device::token_rms(memory));
@@ -208,7 +214,7 @@ __device__ __forceinline__ float find_col_scale(device::TileMemory<Shape>& memor
     scale = device::half_rounded(device::limited_col_scale(scale));
     alternative = device::half_rounded(device::limited_col_scale(alternative));
   }
-  if (guarded) scale = device::guarded_col_scale(memory, tokens, scale, alternative);
+  if (guarded) scale = device::guarded_col_scale(memory, tokens, x, scale, alternative);
   __syncthreads();
   return scale;
 }
@@ -283,12 +289,14 @@ __device__ __forceinline__ void make_part(const Jobs& jobs, const device::TokenR
   const int bits = key ? jobs.format.key_bits : jobs.format.value_bits;
   const device::Tokens<Shape> tokens = {key, bits, memory};
   find_live(memory, tokens);
-  device::put_col_scale(memory, tokens, find_col_scale(memory, tokens, jobs.fit, jobs.iterations));
+  const bool guarded = is_guarded(tokens, jobs.fit, jobs.iterations);
+  device::put_col_scale(memory, tokens,
+                        find_col_scale(memory, tokens, jobs.fit, jobs.iterations, guarded));
   __syncthreads();
   if (jobs.fit == Fit::kMinMax) {
-    device::fit_minmax(memory, tokens);
+    device::fit_minmax(memory, tokens, guarded);
   } else {
-    device::fit_unbiased(memory, tokens);
+    device::fit_unbiased(memory, tokens, guarded);
   }
   __syncthreads();
   if (key && !tokens.all_live()) clear_dead_keys(memory);
