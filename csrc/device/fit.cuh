@@ -227,7 +227,7 @@ struct Coding {
 };
 
 __device__ __forceinline__ Coding coding_of(const Affine& fit, float levels) {
-  const float slope = divide(inverse_or_0(fit.scale), levels);
+  const float slope = fit.scale >= kSmallest ? inverse(fit.scale * levels) : 0.f;
   return {slope, -fit.offset * slope};
 }
 
@@ -300,6 +300,12 @@ __device__ __forceinline__ void fit_minmax(TileMemory<Shape>& memory, const Toke
 }
 
 // ---- fit = unbiased -----------------------------------------------------------------------------
+
+/// The same number, in a register of its own, lest it be computed anew wherever it is wanted.
+__device__ __forceinline__ float kept(float x) {
+  asm volatile("" : "+f"(x));
+  return x;
+}
 
 /// What part of the range min..max the codes span at the start.
 __device__ __forceinline__ float start_range(int bits, int row_length) {
@@ -431,7 +437,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory, const To
     const int last = place<Shape>(at.row(0), tokens.last_col());
     const float inverse_last = memory.inverse[tokens.last_col()];
     const float inverse_weight = inverse_or_0(sum_of_warps<Shape>(memory.stat[2]));
-    const float range_share = start_range(tokens.bits, Shape::kCols);
+    const float first_scale = kept(divide(start_range(tokens.bits, Shape::kCols), levels));
     float w[kStrip];
     load_cols(memory.weight, at, w);
     float sums[2][kStrip] = {};
@@ -446,7 +452,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory, const To
         load_cols(memory.inverse, at, inverse_of);
         mean = scaled_row(memory, places, step, last, inverse_last, inverse_of, x);
         const RowRange range = known ? range_of(memory, row) : row_range<Shape>(x);
-        fit.scale = divide(range_share * (range.hi - range.lo), levels);
+        fit.scale = first_scale * (range.hi - range.lo);
         fit.offset = (range.lo + range.hi - fit.scale * levels) / 2;
       }
       float unused[kStrip];
