@@ -79,8 +79,9 @@ __device__ __forceinline__ Job job_of(const Jobs& jobs, unsigned part) {
   const unsigned record = part / 2;
   const auto i = static_cast<unsigned>(uint64_t{record} * jobs.heads_factor >> jobs.heads_shift);
   Job job = {i, i, record - i * jobs.heads, false};
-  if (jobs.source.data != nullptr) job.source = jobs.source[i];
-  if (jobs.target.data != nullptr) job.target = jobs.target[i];
+  if (jobs.source.data == nullptr) return job;
+  job.source = jobs.source[i];
+  job.target = jobs.target[i];
   // Padding; what is out of range is reported where it is looked for.
   job.skipped =
       job.source < 0 || job.source >= jobs.sources || job.target < 0 || job.target >= jobs.targets;
@@ -391,6 +392,28 @@ __global__ void __launch_bounds__(kThreads<kDim, kGroup>, 512 / kThreads<kDim, k
   }
 }
 
+/// Shared memory of each of `blocks` blocks that need `bytes`. Where every one can have a
+/// multiprocessor of its own, it is so much that two do not fit on one: those of a launch that
+/// starts early are put where those of the one before have ended, two to a multiprocessor while
+/// others are idle.
+Status spread_blocks(unsigned blocks, size_t& bytes) {
+  int device = 0;
+  int multiprocessors = 0;
+  int shared = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  }
+  if (error != cudaSuccess) return runtime_error("preparing a launch", error);
+  if (blocks <= static_cast<unsigned>(multiprocessors)) {
+    bytes = std::max(bytes, static_cast<size_t>(shared) / 2);
+  }
+  return {};
+}
+
 template <int kDim, int kGroup>
 Status run(Jobs& jobs, void* stream) {
   constexpr size_t kKeyBytes = sizeof(device::TileMemory<KeyShape<kDim, kGroup>>);
@@ -417,7 +440,9 @@ Status run(Jobs& jobs, void* stream) {
   if (!sealing && kThreads<kDim, kGroup> == 256) {
     blocks = std::max(blocks, (jobs.parts / 2 + 1) / 2 * 2);
   }
-  return launch_early(kernel, dim3(blocks), dim3(kThreads<kDim, kGroup>), kBytes, stream, jobs);
+  size_t bytes = kBytes;
+  if (Status status = spread_blocks(blocks, bytes); !status.ok()) return status;
+  return launch_early(kernel, dim3(blocks), dim3(kThreads<kDim, kGroup>), bytes, stream, jobs);
 }
 
 Status run(Jobs& jobs, void* stream) {
