@@ -190,19 +190,19 @@ template <class Shape>
 __device__ __forceinline__ float find_col_scale(device::TileMemory<Shape>& memory,
                                                 const device::Tokens<Shape>& tokens, Fit fit,
                                                 int iterations, bool guarded) {
-  const bool minmax = fit == Fit::kMinMax;
-  if (!minmax && iterations == 0) {  // what is read here of find_live has had its barrier
+  if (fit != Fit::kMinMax && iterations == 0) {  // what is read here of find_live has had its barrier
     return device::half_rounded(device::limited_col_scale(
         tokens.are_cols ? device::token_rms(memory) : device::channel_spread(memory, tokens)));
   }
   float factor = 1.f;
-  if (minmax) {
+  if (fit == Fit::kMinMax) {
     __syncthreads();
   } else {
     factor = size_factor(memory, tokens);
   }
   float x[device::kSteps][kStrip];
   float scale = device::sinkhorn_col_scale(memory, tokens, factor, iterations, x);
+  const bool minmax = again(static_cast<unsigned>(fit)) == static_cast<unsigned>(Fit::kMinMax);
   if (!minmax) scale = device::without_factor<Shape>(tokens, scale, memory.stat[4]);
   float alternative = 1.f;
   if (guarded && tokens.are_cols) {
