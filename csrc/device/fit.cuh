@@ -265,8 +265,8 @@ __device__ __forceinline__ bool raise_scale(bool counts, float mean, int bits, A
 
 // ---- fit = minmax -------------------------------------------------------------------------------
 
-/// Codes over the whole range of each row, which lies in memory.fit if it is `known`. Starts after a
-/// barrier. The largest scale of a row that counts lies in memory.stat[0] after the barrier that
+/// Codes over the whole range of each row, which lies in memory.fit if it is `known`. Starts after
+/// a barrier. The largest scale of a row that counts lies in memory.stat[0] after the barrier that
 /// must follow.
 template <class Shape>
 __device__ __forceinline__ void fit_minmax(TileMemory<Shape>& memory, const Tokens<Shape>& tokens,
@@ -479,6 +479,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory, const To
         sums[0][j] = fmaf(y, fmaf(x[j], share, x_offset), sums[0][j]);
         sums[1][j] = fmaf(y, y, sums[1][j]);
       }
+      __syncwarp();  // the range of the row has been read from memory.fit
       if (at.first_of_row()) {
         memory.mean[row] = true_mean;
         memory.fit[row] = {fit.scale, fit.offset - rest};

@@ -39,8 +39,8 @@ __device__ __forceinline__ UnitPair key_units(const uint8_t* codes, unsigned i, 
     uint32_t tokens[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      tokens[c] = *reinterpret_cast<const uint32_t*>(
-          from + (f / 2 * 32 + f % 2 * 4 + c) * (4 * Shape::kCols));
+      tokens[c] = *reinterpret_cast<const uint32_t*>(from + (f / 2 * 32 + f % 2 * 4 + c) *
+                                                                (4 * Shape::kCols));
     }
     units.codes[0].low[f] = __byte_perm(tokens[0], tokens[2], 0x5410);
     units.codes[1].low[f] = __byte_perm(tokens[0], tokens[2], 0x7632);

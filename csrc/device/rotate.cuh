@@ -409,7 +409,8 @@ __device__ __forceinline__ void put_tile(bool key, int tokens, const float (&x)[
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) put(even, odd, u, half, u % kSixteens * 16, u / kSixteens);
+      for (int half = 0; half < 2; ++half)
+        put(even, odd, u, half, u % kSixteens * 16, u / kSixteens);
     }
   }
   if (kMayBeValue && !key) {
@@ -421,7 +422,8 @@ __device__ __forceinline__ void put_tile(bool key, int tokens, const float (&x)[
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) put(even, odd, u, half, u / kSixteens * 16, u % kSixteens);
+      for (int half = 0; half < 2; ++half)
+        put(even, odd, u, half, u / kSixteens * 16, u % kSixteens);
     }
   }
   put_energies(at, key, tokens, x, energies);
