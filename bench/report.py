@@ -116,7 +116,8 @@ def machines(results: Path) -> list[Path]:
 def everything(folder: Path, figures: str) -> str:
     """All results of one machine as Markdown."""
     parts = [
-        f"**{heading(op, split_keys(run['rows'])[0])}** on {where(run)}\n\n{table(run['rows'])}"
+        f"**{heading(op, split_keys(run['rows'])[0])}** on {where(run)}{other_commits(run)}\n\n"
+        f"{table(run['rows'])}"
         for op, run in runs(folder).items()
     ]
     return "\n".join([*parts, *images(folder, figures, list(FIGURE_TITLES))])
@@ -163,6 +164,15 @@ def where(run: Run) -> str:
     else:
         machine = f"{run['cpu']}, {run['threads']} threads, {run['isa']}"
     return f"{machine}, torch {run['torch']}, {run['date']}, commit {run['commit']}"
+
+
+def other_commits(run: Run) -> str:
+    """Rows that say so were measured with another commit than the file's."""
+    formats: dict[str, dict[str, None]] = {}
+    for row in run["rows"]:
+        if "commit" in row:
+            formats.setdefault(row["commit"], {})[row["format"]] = None
+    return "".join(f"; {', '.join(names)}: commit {commit}" for commit, names in formats.items())
 
 
 def table(rows: Sequence[Row], *, short: bool = False) -> str:

@@ -125,6 +125,16 @@ def test_table_of_a_machine(results):
     assert "![Roofline of decode_attention (h200)](docs/figures/h200-roofline.svg)" in text
 
 
+def test_rows_of_another_commit_say_so(results, tmp_path):
+    run = report.runs(results / "h200")["decode_attention"]
+    assert report.other_commits(run) == ""
+    run["rows"].append(run["rows"][0] | {"format": "kvarn_k4v4_g128", "commit": "abc"})
+    run["rows"].append(run["rows"][0] | {"format": "kvarn_k3v3_g128", "commit": "abc"})
+    assert report.other_commits(run) == "; kvarn_k4v4_g128, kvarn_k3v3_g128: commit abc"
+    (tmp_path / "decode_attention.json").write_text(json.dumps(run))
+    assert report.other_commits(run) in report.everything(tmp_path, "figures")
+
+
 def test_performance_is_the_headlines_of_every_machine_gpus_first(results):
     text = filled(results, "performance")
     gpu, cpu = text.index("NVIDIA H200"), text.index("on X, 2 threads, avx2")
