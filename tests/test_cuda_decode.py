@@ -280,6 +280,26 @@ def test_fault07_a_usual_step_and_others(fmt: Format, split: int) -> None:
             assert all(torch.equal(x, y[order]) for x, y in zip(out, usual, strict=True))
 
 
+@pytest.mark.parametrize("fmt", SPLITS, ids=lambda f: f"{f}-{f.head_dim}")
+def test_fault07_a_staged_tile_that_some_rows_do_not_see(fmt: Format) -> None:
+    # Of four query tokens the last one or two see the open tile, others end in a record. How many
+    # rows are worked on together is a matter of the average; what a row does not see must not
+    # change its basis.
+    lengths, kv_heads = [fmt.group * tiles + more for tiles in (5, 6, 7) for more in (1, 2)], 8
+    n = len(lengths)
+    case = Case(fmt, lengths + [100] * 3 * n, kv_heads=kv_heads, dtype=torch.float16)
+    queries = [4] * n + [1] * 3 * n
+    q = torch.randn(sum(queries), 4 * kv_heads, fmt.head_dim).half()
+    together = decode(case, q, queries, split_tokens=4 * fmt.group)
+    paged = on_device(case.paged | {"split_tokens": 4 * fmt.group})
+    few = paged | {k: paged[k][:n] for k in ("block_table", "seq_lens")}
+    among_themselves = ops.decode_attention(
+        q[: 4 * n].to(DEVICE), **few, cu_query_lens=offsets([4] * n).to(DEVICE), return_lse=True
+    )
+    for x, y in zip(together, among_themselves, strict=True):
+        assert torch.equal(x[: 4 * n], y)
+
+
 # Shapes
 
 

@@ -158,6 +158,13 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
       const int at = team * plan.stages + stage;
       StageTile tile{0, -1, 0};
       const auto place = [&] { return rows_of(piece()); };
+      // Other warps of the team may see of it what this one does not.
+      const auto is_seen = [&] {
+        const int first_token = (tile.tile << plan.group_shift) + max(tile.token, 0);
+        return !(tile.flags & kNoTile) &&
+               worker.sees(first_token,
+                           tile.token < 0 ? F::format(p).group : device::kStagedTokens);
+      };
       if (run == 0) {
         if (part == 0) feeder.fill();
         if (plan.row_parts > 1) device::barrier_wait(&shared.told[at], parity);
@@ -174,7 +181,9 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
           worker.state.clear();
           if (plan.split_tiles > 0) tiles_left = uniform(current.tiles_left);
         }
-        if ((tile.flags & kFirstTile) || worker.rotated != is_record) {
+        // Not for what it does not see: a change of the basis rounds, and with splits it must not
+        // show in the result how many rows a team has.
+        if ((tile.flags & kFirstTile) || (worker.rotated != is_record && is_seen())) {
           if (!(tile.flags & kFirstTile)) worker.state.rotate(lane);
           if (!has_words) words.load(p, plan, place(), lane);
           has_words = false;
@@ -204,8 +213,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
       bool seen = in_run;
       bool all_see = in_run;
       if (!in_run) {
-        // Other warps of the team may see of it what this one does not.
-        seen = !(tile.flags & kNoTile) && worker.sees(first_token, tokens);
+        seen = is_seen();
         all_see = worker.all_see(first_token, tokens);
       }
       device::barrier_wait(&shared.full[at], parity);

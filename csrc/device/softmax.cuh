@@ -141,35 +141,6 @@ struct SoftmaxState {
       sum[b][1] = v.w;
     }
   }
-
-  /// Adds a state in memory.
-  __device__ __forceinline__ void merge(const float4* memory, int lane) {
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      const float4 other = memory[(kBlocks * kTiles + b) * kWarpLanes + lane];
-      const float other_top[2] = {other.x, other.y};
-      const float other_sum[2] = {other.z, other.w};
-      float mine[2], theirs[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float both = fmaxf(top[b][i], other_top[i]);
-        const float reference = both == negative_infinity() ? 0.f : both;
-        mine[i] = exp2_fast(top[b][i] - reference);
-        theirs[i] = exp2_fast(other_top[i] - reference);
-        top[b][i] = both;
-        sum[b][i] = sum[b][i] * mine[i] + other_sum[i] * theirs[i];
-      }
-#pragma unroll
-      for (int c = 0; c < kTiles; ++c) {
-        const float4 v = memory[(b * kTiles + c) * kWarpLanes + lane];
-        float (&o)[4] = out[b][c];
-        o[0] = o[0] * mine[0] + v.x * theirs[0];
-        o[1] = o[1] * mine[1] + v.y * theirs[1];
-        o[2] = o[2] * mine[0] + v.z * theirs[0];
-        o[3] = o[3] * mine[1] + v.w * theirs[1];
-      }
-    }
-  }
 };
 
 /// What a finished row is multiplied by, and its LSE (natural logarithm). `sum` is that of all
