@@ -158,13 +158,6 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
       const int at = team * plan.stages + stage;
       StageTile tile{0, -1, 0};
       const auto place = [&] { return rows_of(piece()); };
-      // Other warps of the team may see of it what this one does not.
-      const auto is_seen = [&] {
-        const int first_token = (tile.tile << plan.group_shift) + max(tile.token, 0);
-        return !(tile.flags & kNoTile) &&
-               worker.sees(first_token,
-                           tile.token < 0 ? F::format(p).group : device::kStagedTokens);
-      };
       if (run == 0) {
         if (part == 0) feeder.fill();
         if (plan.row_parts > 1) device::barrier_wait(&shared.told[at], parity);
@@ -181,9 +174,16 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
           worker.state.clear();
           if (plan.split_tiles > 0) tiles_left = uniform(current.tiles_left);
         }
-        // Not for what it does not see: a change of the basis rounds, and with splits it must not
-        // show in the result how many rows a team has.
-        if ((tile.flags & kFirstTile) || (worker.rotated != is_record && is_seen())) {
+        bool changes_basis = worker.rotated != is_record;
+        if (plan.row_parts > 1) {
+          // Not for what other warps of the team see alone: a change of the basis rounds, and with
+          // splits it must not show in the result how many rows a team has.
+          const int first_token = (tile.tile << plan.group_shift) + max(tile.token, 0);
+          changes_basis =
+              changes_basis &&
+              worker.sees(first_token, is_record ? F::format(p).group : device::kStagedTokens);
+        }
+        if ((tile.flags & kFirstTile) || changes_basis) {
           if (!(tile.flags & kFirstTile)) worker.state.rotate(lane);
           if (!has_words) words.load(p, plan, place(), lane);
           has_words = false;
@@ -213,7 +213,8 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
       bool seen = in_run;
       bool all_see = in_run;
       if (!in_run) {
-        seen = is_seen();
+        // Other warps of the team may see of it what this one does not.
+        seen = !(tile.flags & kNoTile) && worker.sees(first_token, tokens);
         all_see = worker.all_see(first_token, tokens);
       }
       device::barrier_wait(&shared.full[at], parity);
