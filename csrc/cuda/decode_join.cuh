@@ -375,9 +375,10 @@ struct alignas(16) Word {
   }
 };
 
-/// A strip of a row, 64 channels: two of them a lane, and the row's top and sum.
-inline constexpr int kStripChannels = 2 * kWarpLanes;
-inline constexpr int kStripWords = kWarpLanes + 1;
+/// Words of a strip of a row, a vector of channels a lane: lane after lane the first two of them,
+/// then the others; the row's top and sum; and one that is not used, so that no strip begins inside
+/// of a sector.
+constexpr int strip_words(int vector) { return vector / 2 * kWarpLanes + 2; }
 
 /// All that the teams of a block, and the blocks, have of the same items. last_pieces: of the
 /// block's warps, in shared memory, piece_stride vectors apart.
@@ -390,24 +391,26 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
                                             const DecodeShared& shared, int teams,
                                             const float4* last_pieces, int piece_stride, int lane) {
   using Piece = RowPiece<kDim, kBlocks>;
-  constexpr int kStrips = kDim / kStripChannels;
   constexpr int kOfLane = kDim / kWarpLanes;          // channels of a row
   constexpr int kVector = kOfLane < 4 ? kOfLane : 4;  // of them side by side
-  constexpr int kOfWarps = kDim < 256 ? 8 : 4;        // pieces at once
+  constexpr int kStrips = kOfLane / kVector;
+  constexpr int kStripWords = strip_words(kVector);
+  constexpr int kTops = kVector / 2 * kWarpLanes;  // a word of a strip
+  constexpr int kOfWarps = kDim < 256 ? 8 : 4;     // pieces at once
   constexpr int kOfBlocks = 16;
   constexpr int kFront = 0;  // pieces that others add up or add to: of the block's first item,
   constexpr int kBack = 1;   // and of its last, if that begins here
   const int warp = own_warp();
   const int parts = plan.row_parts;
   const int rows = Piece::rows(p, plan);
-  // Words of a strip: pieces of blocks side by side are kBlockWords apart.
+  // Pieces of blocks side by side are so many words apart.
   constexpr int kBlockWords = 2 * Piece::kRows * kStrips * kStripWords;
+  const auto words_at = [&](int place) { return reinterpret_cast<Word*>(plan.pieces) + place; };
   const auto strip_of = [&](int block, int which, int part, int row, int strip) {
-    return reinterpret_cast<Word*>(plan.pieces) +
-           ((((part * static_cast<int>(gridDim.x) + block) * 2 + which) * Piece::kRows + row) *
+    return ((((part * static_cast<int>(gridDim.x) + block) * 2 + which) * Piece::kRows + row) *
                 kStrips +
             strip) *
-               int64_t{kStripWords};
+           kStripWords;
   };
   // Without cu_query_lens a warp that has all rows has all of `rows`.
   const bool may_lack_rows = p.cu_query_lens.data != nullptr || parts > 1;
@@ -515,16 +518,14 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
       } else {
 #pragma unroll
         for (int h = 0; h < kOfLane / kVector; ++h) {
-          const int channel = (h * kWarpLanes + lane) * kVector;
-          Word* const strip = strip_of(static_cast<int>(blockIdx.x), is_front ? kFront : kBack,
-                                       part, row, channel / kStripChannels);
-          const int in_strip = channel % kStripChannels;
+          Word* const strip = words_at(
+              strip_of(static_cast<int>(blockIdx.x), is_front ? kFront : kBack, part, row, h));
 #pragma unroll
           for (int c = 0; c < kVector; c += 2) {
-            strip[(in_strip + c) / 2].store(v[h * kVector + c], v[h * kVector + c + 1],
-                                            plan.launch);
+            strip[c / 2 * kWarpLanes + lane].store(v[h * kVector + c], v[h * kVector + c + 1],
+                                                   plan.launch);
           }
-          if (in_strip == 0) strip[kWarpLanes].store(joined.top, joined.sum, plan.launch);
+          if (lane == 0) strip[kTops].store(joined.top, joined.sum, plan.launch);
         }
       }
     }
@@ -540,65 +541,79 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
     const int strip = i % kStrips;
     const int part = parts == 1 ? 0 : i / kStrips / rows;
     const int row = i / kStrips - part * rows;
-    const RowPlace place = rows_of(item.seq, item.head, item.row_block, part);
-    if (may_lack_rows && place.first + row >= place.count) break;
+    if (may_lack_rows) {
+      const RowPlace place = rows_of(item.seq, item.head, item.row_block, part);
+      if (place.first + row >= place.count) break;
+    }
     // The first block has the item as its last.
-    Word* const back = strip_of(from, kBack, part, row, strip);
-    Word* const front = strip_of(from, kFront, part, row, strip);
-    JoinedRow<2> joined;
+    const int back = strip_of(from, kBack, part, row, strip);
+    const int front = strip_of(from, kFront, part, row, strip);
+    JoinedRow<kVector> joined;
 #pragma unroll 1
     for (int first = 0; first < count; first += kOfBlocks) {
       const int left = count - first;
       const int of_lane = lane % kOfBlocks;
-      Word* const at = front + int64_t{first} * kBlockWords;
-      Word* const first_at = first == 0 ? back : at;
-      Word* const tops_at =
-          (of_lane == 0 ? first_at : at + int64_t{of_lane} * kBlockWords) + kWarpLanes;
-      const auto word_at = [&](int k) {
-        return (k == 0 ? first_at : at + int64_t{k} * kBlockWords) + lane;
+      const int at = front + first * kBlockWords;
+      const int first_at = first == 0 ? back : at;
+      const Word* const of_first = words_at(first_at + lane);
+      const Word* const of_others = words_at(at + lane);
+      const Word* const tops_at =
+          words_at((of_lane == 0 ? first_at : at + of_lane * kBlockWords) + kTops);
+      const auto word_at = [&](int k, int c) {
+        return (k == 0 ? of_first : of_others + k * kBlockWords) + c * kWarpLanes;
       };
       Word tops{};
-      Word words[kOfBlocks] = {};
+      Word words[kOfBlocks][kVector / 2] = {};
       // A bit a word that is not there; what is there is not read again.
-      constexpr unsigned kTops = 1u << kOfBlocks;
-      unsigned missing = left < kOfBlocks ? (1u << left) - 1 : kTops - 1;
+      const auto bit = [](int k, int c) { return 1u << (c * kOfBlocks + k); };
+      constexpr unsigned kPieces = (1u << kOfBlocks) - 1;
+      unsigned missing = left < kOfBlocks ? (1u << left) - 1 : kPieces;
+      if (kVector > 2) missing |= missing << kOfBlocks;
       const bool has_tops = of_lane < left;
-      if (has_tops) missing |= kTops;
+      unsigned no_tops = has_tops ? 1 : 0;
       do {
-        tops.look(tops_at, missing & kTops);
-#pragma unroll
-        for (int k = 0; k < kOfBlocks; ++k) words[k].look(word_at(k), missing & 1u << k);
-        if (tops.launch == plan.launch) missing &= ~kTops;
+        tops.look(tops_at, no_tops);
 #pragma unroll
         for (int k = 0; k < kOfBlocks; ++k) {
-          if (words[k].launch == plan.launch) missing &= ~(1u << k);
+#pragma unroll
+          for (int c = 0; c < kVector / 2; ++c) {
+            words[k][c].look(word_at(k, c), missing & bit(k, c));
+          }
         }
-      } while (__any_sync(device::kAllLanes, missing != 0));
-      float values[kOfBlocks][2];
+        if (tops.launch == plan.launch) no_tops = 0;
+#pragma unroll
+        for (int k = 0; k < kOfBlocks; ++k) {
+#pragma unroll
+          for (int c = 0; c < kVector / 2; ++c) {
+            if (words[k][c].launch == plan.launch) missing &= ~bit(k, c);
+          }
+        }
+      } while (__any_sync(device::kAllLanes, (missing | no_tops) != 0));
+      float values[kOfBlocks][kVector];
 #pragma unroll
       for (int k = 0; k < kOfBlocks; ++k) {
-        values[k][0] = words[k].x();
-        values[k][1] = words[k].y();
+#pragma unroll
+        for (int c = 0; c < kVector / 2; ++c) {
+          values[k][2 * c] = words[k][c].x();
+          values[k][2 * c + 1] = words[k][c].y();
+        }
       }
       joined.add_of_lanes({has_tops ? tops.x() : device::negative_infinity(), tops.y()}, values);
     }
+    const RowPlace place = rows_of(item.seq, item.head, item.row_block, part);
     const OutputRow to(p, plan, place, place.first + row, joined.top, joined.sum);
-    const float result[2] = {joined.out[0] * to.result.factor, joined.out[1] * to.result.factor};
-    store_channels(p, plan, to.out + strip * kStripChannels + 2 * lane, result);
+    float (&result)[kVector] = joined.out;
+#pragma unroll
+    for (int c = 0; c < kVector; ++c) result[c] *= to.result.factor;
+    store_channels(p, plan, to.out + (strip * kWarpLanes + lane) * kVector, result);
     if (p.lse != nullptr && strip == 0 && lane == 0) p.lse[to.lse] = to.result.lse;
     // The same launch may be played again.
-#pragma unroll 1
-    for (int first = 0; first < count; first += kOfBlocks) {
-      Word* const at = front + int64_t{first} * kBlockWords;
+#pragma unroll 2
+    for (int k = 0; k < count; ++k) {
+      Word* const words = words_at(k == 0 ? back : front + k * kBlockWords);
 #pragma unroll
-      for (int k = 0; k < kOfBlocks; ++k) {
-        Word* const words = first + k == 0 ? back : at + int64_t{k} * kBlockWords;
-        if (first + k < count) words[lane].clear();
-      }
-      const int own = first + lane;
-      if (lane < kOfBlocks && own < count) {
-        (own == 0 ? back : front + int64_t{own} * kBlockWords)[kWarpLanes].clear();
-      }
+      for (int c = 0; c < kVector / 2; ++c) words[c * kWarpLanes + lane].clear();
+      if (lane == 0) words[kTops].clear();
     }
   }
 }
