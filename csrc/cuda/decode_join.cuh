@@ -398,6 +398,7 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
   constexpr int kTops = kVector / 2 * kWarpLanes;  // a word of a strip
   constexpr int kOfWarps = kDim < 256 ? 8 : 4;     // pieces at once
   constexpr int kOfBlocks = 16;
+  constexpr int kFewPieces = 4;
   constexpr int kFront = 0;  // pieces that others add up or add to: of the block's first item,
   constexpr int kBack = 1;   // and of its last, if that begins here
   const int warp = own_warp();
@@ -567,17 +568,22 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
       // A bit a word that is not there; what is there is not read again.
       const auto bit = [](int k, int c) { return 1u << (c * kOfBlocks + k); };
       constexpr unsigned kPieces = (1u << kOfBlocks) - 1;
-      unsigned missing = left < kOfBlocks ? (1u << left) - 1 : kPieces;
-      if (kVector > 2) missing |= missing << kOfBlocks;
+      const auto words_of = [](unsigned set) { return kVector > 2 ? set | set << kOfBlocks : set; };
+      unsigned missing = words_of(left < kOfBlocks ? (1u << left) - 1 : kPieces);
       const bool has_tops = of_lane < left;
       unsigned no_tops = has_tops ? 1 : 0;
       do {
+        // To look at all words takes longer than the way to L2 and back. Unless few pieces are
+        // missing, those are read whose tops are there.
+        const unsigned come = __ballot_sync(device::kAllLanes, no_tops == 0) & kPieces;
+        unsigned wanted = missing;
+        if (__popc(come) < kOfBlocks - kFewPieces) wanted &= words_of(come);
         tops.look(tops_at, no_tops);
 #pragma unroll
         for (int k = 0; k < kOfBlocks; ++k) {
 #pragma unroll
           for (int c = 0; c < kVector / 2; ++c) {
-            words[k][c].look(word_at(k, c), missing & bit(k, c));
+            words[k][c].look(word_at(k, c), wanted & bit(k, c));
           }
         }
         if (tops.launch == plan.launch) no_tops = 0;
