@@ -556,9 +556,9 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
       const int of_lane = lane % kOfBlocks;
       const int at = front + first * kBlockWords;
       const int first_at = first == 0 ? back : at;
-      const Word* const of_first = words_at(first_at + lane);
-      const Word* const of_others = words_at(at + lane);
-      const Word* const tops_at =
+      Word* const of_first = words_at(first_at + lane);
+      Word* const of_others = words_at(at + lane);
+      Word* const tops_at =
           words_at((of_lane == 0 ? first_at : at + of_lane * kBlockWords) + kTops);
       const auto word_at = [&](int k, int c) {
         return (k == 0 ? of_first : of_others + k * kBlockWords) + c * kWarpLanes;
@@ -587,6 +587,7 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
           }
         }
         if (tops.launch == plan.launch) no_tops = 0;
+        const unsigned before = missing;
 #pragma unroll
         for (int k = 0; k < kOfBlocks; ++k) {
 #pragma unroll
@@ -594,7 +595,18 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
             if (words[k][c].launch == plan.launch) missing &= ~bit(k, c);
           }
         }
+        // As the same launch may be played again, numbers are taken out of words: while others are
+        // waited for, and not at the end, when the launch would wait for that.
+        const unsigned new_words = before & ~missing;
+#pragma unroll
+        for (int k = 0; k < kOfBlocks; ++k) {
+#pragma unroll
+          for (int c = 0; c < kVector / 2; ++c) {
+            if ((new_words & bit(k, c)) != 0) word_at(k, c)->clear();
+          }
+        }
       } while (__any_sync(device::kAllLanes, (missing | no_tops) != 0));
+      if (lane < kOfBlocks && has_tops) tops_at->clear();  // two lanes have read it
       float values[kOfBlocks][kVector];
 #pragma unroll
       for (int k = 0; k < kOfBlocks; ++k) {
@@ -613,14 +625,6 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
     for (int c = 0; c < kVector; ++c) result[c] *= to.result.factor;
     store_channels(p, plan, to.out + (strip * kWarpLanes + lane) * kVector, result);
     if (p.lse != nullptr && strip == 0 && lane == 0) p.lse[to.lse] = to.result.lse;
-    // The same launch may be played again.
-#pragma unroll 2
-    for (int k = 0; k < count; ++k) {
-      Word* const words = words_at(k == 0 ? back : front + k * kBlockWords);
-#pragma unroll
-      for (int c = 0; c < kVector / 2; ++c) words[c * kWarpLanes + lane].clear();
-      if (lane == 0) words[kTops].clear();
-    }
   }
 }
 
