@@ -376,9 +376,18 @@ struct alignas(16) Word {
 };
 
 /// Words of a strip of a row, a vector of channels a lane: lane after lane the first two of them,
-/// then the others; the row's top and sum; and one that is not used, so that no strip begins inside
-/// of a sector.
+/// then the others; the row's top and sum; and the head. The last two carry the number of the
+/// launch, and are cleared by who has read them. The others are not: they carry number_now(), which
+/// the head tells.
 constexpr int strip_words(int vector) { return vector / 2 * kWarpLanes + 2; }
+
+/// The number of the launch with the time in its upper half, so that what a graph left in memory
+/// when it was played before is not taken for new: units of 1024 ns, equal again after 73 minutes.
+__device__ __forceinline__ uint64_t number_now(uint64_t launch) {
+  uint64_t time;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+  return launch + (time >> 10 << 32);
+}
 
 /// All that the teams of a block, and the blocks, have of the same items. last_pieces: of the
 /// block's warps, in shared memory, piece_stride vectors apart.
@@ -395,9 +404,11 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
   constexpr int kVector = kOfLane < 4 ? kOfLane : 4;  // of them side by side
   constexpr int kStrips = kOfLane / kVector;
   constexpr int kStripWords = strip_words(kVector);
-  constexpr int kTops = kVector / 2 * kWarpLanes;  // a word of a strip
-  constexpr int kOfWarps = kDim < 256 ? 8 : 4;     // pieces at once
-  constexpr int kOfBlocks = 16;
+  constexpr int kTops = kVector / 2 * kWarpLanes;  // words of a strip
+  constexpr int kHead = kTops + 1;
+  constexpr int kOfWarps = kDim < 256 ? 8 : 4;  // pieces at once
+  // Twelve warps have registers for eight.
+  constexpr int kOfBlocks = kWarps > 8 && kVector > 2 ? 8 : 16;
   constexpr int kFewPieces = 4;
   constexpr int kFront = 0;  // pieces that others add up or add to: of the block's first item,
   constexpr int kBack = 1;   // and of its last, if that begins here
@@ -462,6 +473,7 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
           plan.warp_pieces +
           (static_cast<int>(blockIdx.x) * kWarps + b * parts + part) * int64_t{Piece::kVectors};
       const int stride = parts * piece_stride;
+      const uint64_t number = number_now(plan.launch);
       JoinedRow<kOfLane> joined;
       const auto load = [&](const float4* piece, float2& tops, float (&values)[kOfLane]) {
         tops = Piece::tops(piece)[row];
@@ -524,9 +536,14 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
 #pragma unroll
           for (int c = 0; c < kVector; c += 2) {
             strip[c / 2 * kWarpLanes + lane].store(v[h * kVector + c], v[h * kVector + c + 1],
-                                                   plan.launch);
+                                                   number);
           }
-          if (lane == 0) strip[kTops].store(joined.top, joined.sum, plan.launch);
+          const bool is_head = lane % 2 != 0;
+          const float upper = __uint_as_float(static_cast<uint32_t>(number >> 32));
+          if (lane < 2) {
+            strip[kTops + lane].store(is_head ? upper : joined.top, is_head ? 0.f : joined.sum,
+                                      plan.launch);
+          }
         }
       }
     }
@@ -558,27 +575,29 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
       const int first_at = first == 0 ? back : at;
       const Word* const of_first = words_at(first_at + lane);
       const Word* const of_others = words_at(at + lane);
-      const Word* const tops_at =
-          words_at((of_lane == 0 ? first_at : at + of_lane * kBlockWords) + kTops);
+      // As many lanes as pieces have tops and sums, as many others heads.
+      Word* const own_at = words_at((of_lane == 0 ? first_at : at + of_lane * kBlockWords) +
+                                    ((lane & kOfBlocks) == 0 ? kTops : kHead));
       const auto word_at = [&](int k, int c) {
         return (k == 0 ? of_first : of_others + k * kBlockWords) + c * kWarpLanes;
       };
-      Word tops{};
+      Word own{};
       Word words[kOfBlocks][kVector / 2] = {};
       // A bit a word that is not there; what is there is not read again.
       const auto bit = [](int k, int c) { return 1u << (c * kOfBlocks + k); };
       constexpr unsigned kPieces = (1u << kOfBlocks) - 1;
       const auto words_of = [](unsigned set) { return kVector > 2 ? set | set << kOfBlocks : set; };
       unsigned missing = words_of(left < kOfBlocks ? (1u << left) - 1 : kPieces);
-      const bool has_tops = of_lane < left;
-      unsigned no_tops = has_tops ? 1 : 0;
+      const bool has_own = of_lane < left;
       do {
+        const bool own_missing = has_own && own.launch != plan.launch;
+        const unsigned lanes = __ballot_sync(device::kAllLanes, !own_missing);
+        const unsigned come = lanes & lanes >> kOfBlocks & kPieces;
         // To look at all words takes longer than the way to L2 and back. Unless few pieces are
-        // missing, those are read whose tops are there.
-        const unsigned come = __ballot_sync(device::kAllLanes, no_tops == 0) & kPieces;
+        // missing, those are read of which it is known that they are there.
         unsigned wanted = missing;
         if (__popc(come) < kOfBlocks - kFewPieces) wanted &= words_of(come);
-        tops.look(tops_at, no_tops);
+        own.look(own_at, own_missing);
 #pragma unroll
         for (int k = 0; k < kOfBlocks; ++k) {
 #pragma unroll
@@ -586,15 +605,21 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
             words[k][c].look(word_at(k, c), wanted & bit(k, c));
           }
         }
-        if (tops.launch == plan.launch) no_tops = 0;
+        // No word has this number while its head is not there: the time is not 0.
+        unsigned upper = static_cast<unsigned>(plan.launch >> 32);
+        if (own.launch == plan.launch) upper = static_cast<unsigned>(own.pair);
 #pragma unroll
         for (int k = 0; k < kOfBlocks; ++k) {
+          const uint64_t number = uint64_t{__shfl_sync(device::kAllLanes, upper, kOfBlocks + k)}
+                                      << 32 |
+                                  static_cast<unsigned>(plan.launch);
 #pragma unroll
           for (int c = 0; c < kVector / 2; ++c) {
-            if (words[k][c].launch == plan.launch) missing &= ~bit(k, c);
+            if (words[k][c].launch == number) missing &= ~bit(k, c);
           }
         }
-      } while (__any_sync(device::kAllLanes, (missing | no_tops) != 0));
+      } while (
+          __any_sync(device::kAllLanes, missing != 0 || (has_own && own.launch != plan.launch)));
       float values[kOfBlocks][kVector];
 #pragma unroll
       for (int k = 0; k < kOfBlocks; ++k) {
@@ -604,7 +629,11 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
           values[k][2 * c + 1] = words[k][c].y();
         }
       }
-      joined.add_of_lanes({has_tops ? tops.x() : device::negative_infinity(), tops.y()}, values);
+      float2 tops = {has_own ? own.x() : device::negative_infinity(), own.y()};
+      tops.x = __shfl_sync(device::kAllLanes, tops.x, of_lane);
+      tops.y = __shfl_sync(device::kAllLanes, tops.y, of_lane);
+      joined.add_of_lanes(tops, values);
+      if (has_own) own_at->clear();  // the same launch may be played again
     }
     const RowPlace place = rows_of(item.seq, item.head, item.row_block, part);
     const OutputRow to(p, plan, place, place.first + row, joined.top, joined.sum);
@@ -613,14 +642,6 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
     for (int c = 0; c < kVector; ++c) result[c] *= to.result.factor;
     store_channels(p, plan, to.out + (strip * kWarpLanes + lane) * kVector, result);
     if (p.lse != nullptr && strip == 0 && lane == 0) p.lse[to.lse] = to.result.lse;
-    // The same launch may be played again.
-#pragma unroll 2
-    for (int k = 0; k < count; ++k) {
-      Word* const words = words_at(k == 0 ? back : front + k * kBlockWords);
-#pragma unroll
-      for (int c = 0; c < kVector / 2; ++c) words[c * kWarpLanes + lane].clear();
-      if (lane == 0) words[kTops].clear();
-    }
   }
 }
 
