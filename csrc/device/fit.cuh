@@ -5,8 +5,13 @@
 //   q = round(levels * saturate(x * slope + start)),   slope = 1 / (scale * levels),
 //                                                      start = -offset * slope,
 //
-// two multiply-adds: saturation is free, and the rounding is that of an addition to 2^23. What
-// follows from one row alone is done in one step: its range, codes, and least squares, twice.
+// a multiply-add and a multiplication: saturation is free, and a product that is a denormal number
+// is rounded to an integer, whose bits are the code. As numbers they are 2^-149 times the code;
+// what they are multiplied by is so much larger. What follows from one row alone is done in one
+// step: its range, codes, and least squares, twice.
+//
+// Sums over weights w are those over products with their roots: sqrt(w) q, once there, gives the
+// sums of w q, w q^2 and, with sqrt(w) x, of w q x by a multiply-add each.
 #pragma once
 
 #include <cstdint>
@@ -17,9 +22,13 @@
 
 namespace kvarn::device {
 
-inline constexpr float kRounding = 8388608.f;    ///< 2^23: adding it rounds to an integer
-inline constexpr float kMeanFloor = 1.f / 1024;  ///< of a scale against the mean of its row
-inline constexpr float kGuardShare = 0.75f;      ///< of the loss, that an alternative must undercut
+inline constexpr float kRootScale = 0x1p125f;   ///< of the roots of weights that meet codes
+inline constexpr float kCodeScale = 0x1p-24f;   ///< of codes in their products, 2^-149 kRootScale
+inline constexpr float kWeightScale = 0x1p60f;  ///< of weights that meet codes
+inline constexpr float kWeightedScale = 0x1p-89f;  ///< of their products
+inline constexpr float kShareScale = 0x1p-46f;     ///< of a row's share in column scales
+inline constexpr float kMeanFloor = 1.f / 1024;    ///< of a scale against the mean of its row
+inline constexpr float kGuardShare = 0.75f;  ///< of the loss, that an alternative must undercut
 inline constexpr float kSmallest = 1.17549435e-38f;  ///< normal number
 inline constexpr float kMaxHalf = 65504.f;
 
@@ -143,7 +152,7 @@ __device__ __forceinline__ float guarded_col_scale(TileMemory<Shape>& memory,
     return memory.live[token] && energy > 0.f ? inverse(energy) : 0.f;
   };
   // The inverses of `scale`, and those of `alternative` where the weights will be.
-  const auto inverse_of = [&](int which) { return which == 0 ? memory.inverse : memory.weight; };
+  const auto inverse_of = [&](int which) { return which == 0 ? memory.inverse : memory.root; };
   __syncthreads();
   {
     float of_col[2] = {0.f, 0.f};
@@ -206,15 +215,15 @@ template <class Shape>
 __device__ __forceinline__ void put_col_scale(TileMemory<Shape>& memory,
                                               const Tokens<Shape>& tokens, float scale) {
   const int n = own_thread();
-  float weight = 0.f;
   const bool counts = n < Shape::kCols && tokens.col_counts(n);
-  if (counts) weight = fminf(scale * scale, 16.f);
+  float root = 0.f;
+  if (counts) root = fminf(scale, 4.f);
   if (n < Shape::kCols) {
     memory.inverse[n] = divide(1.f, scale);
-    memory.weight[n] = weight;
+    memory.root[n] = root;
     memory.col_scale[n] = scale;
   }
-  put_warp_sum(weight, memory.stat[2]);
+  put_warp_sum(root * root, memory.stat[2]);
   put_warp_max(counts ? scale : 0.f, memory.stat[1]);
 }
 
@@ -231,13 +240,16 @@ __device__ __forceinline__ Coding coding_of(const Affine& fit, float levels) {
   return {slope, -fit.offset * slope};
 }
 
-/// 2^23 plus the code of x.
-__device__ __forceinline__ float rounded_code(float x, float slope, float start, float levels) {
-  return fmaf(__saturatef(fmaf(x, slope, start)), levels, kRounding);
+/// The number whose bits are `code`.
+__device__ __forceinline__ float code_number(int code) { return __int_as_float(code); }
+
+/// The code of x, as a number; that of the largest one is `most`.
+__device__ __forceinline__ float rounded_code(float x, float slope, float start, float most) {
+  return saturated_fma(x, slope, start) * most;
 }
 
-/// Codes of a strip to shared memory, from 2^23 plus them, over the numbers of its row: all lanes
-/// of the warp must have read those.
+/// Codes of a strip to shared memory, over the numbers of its row: all lanes of the warp must have
+/// read those.
 template <class Shape>
 __device__ __forceinline__ void put_codes(TileMemory<Shape>& memory, const Tokens<Shape>& tokens,
                                           const Strip<Shape>& at, int row,
@@ -272,6 +284,7 @@ template <class Shape>
 __device__ __forceinline__ void fit_minmax(TileMemory<Shape>& memory, const Tokens<Shape>& tokens,
                                            bool known) {
   const float levels = tokens.levels();
+  const float most_code = code_number((1 << tokens.bits) - 1);
   const Strip<Shape> at;
   const StripPlaces<Shape> places(at);
   const int last = place<Shape>(at.row(0), tokens.last_col());
@@ -291,7 +304,7 @@ __device__ __forceinline__ void fit_minmax(TileMemory<Shape>& memory, const Toke
     Coding coding = coding_of({fit.scale, raised ? fit.offset - about : range.lo}, levels);
     if (!counts) coding = {0.f, 0.f}, fit = {0.f, 0.f};
 #pragma unroll
-    for (float& q : y) q = rounded_code(q, coding.slope, coding.start, levels);
+    for (float& q : y) q = rounded_code(q, coding.slope, coding.start, most_code);
     put_codes(memory, tokens, at, row, y);
     if (at.first_of_row()) memory.out[row] = fit;
     most = fmaxf(most, fit.scale);
@@ -315,19 +328,12 @@ __device__ __forceinline__ float start_range(int bits, int row_length) {
   return bits == 2 ? share2 : bits == 3 ? share3 : bits == 4 ? share4 : 1.f;
 }
 
-/// Weighted moments of the codes of a row, from their sums; codes are counted from the middle one.
+/// Weighted moments of the codes of a row.
 struct CodeMoments {
   float mean;
   float variance;
   float covariance;  ///< with x
 };
-
-__device__ __forceinline__ CodeMoments code_moments(float sum, float squares, float products,
-                                                    float rest, float inverse_weight) {
-  const float mean = sum * inverse_weight;
-  return {mean, fmaf(squares, inverse_weight, -mean * mean),
-          fmaf(products, inverse_weight, -mean * rest)};
-}
 
 /// Least squares of x against the codes.
 __device__ __forceinline__ void refit(const CodeMoments& m, float rest, float middle, Affine& fit) {
@@ -340,51 +346,82 @@ __device__ __forceinline__ void refit(const CodeMoments& m, float rest, float mi
 /// The scale whose products with x are those of x with itself (reverse regression): least squares
 /// shrinks, and a shrinkage does not average out over tokens as other errors do.
 __device__ __forceinline__ void restore_gain(const CodeMoments& m, float rest, float variance,
-                                             float middle, Affine& fit) {
+                                             Affine& fit) {
   if (m.covariance > 0.f && variance > 0.f) {
     fit.scale = divide(variance, m.covariance);
-    fit.offset = rest - fit.scale * (m.mean + middle);
+    fit.offset = rest - fit.scale * m.mean;
   }
 }
 
-/// Weighted sums of the codes of a row of x, of their squares and of their products with x. The
-/// codes are left in q, from the middle one on.
+/// Of a number of bits.
+struct Levels {
+  float count;          ///< less one
+  float middle;         ///< code
+  float most;           ///< the number that stands for the last code
+  float middle_number;  ///< for the middle one
+
+  __device__ __forceinline__ explicit Levels(int bits)
+      : count(static_cast<float>((1 << bits) - 1)),
+        middle(static_cast<float>(1 << (bits - 1))),
+        most(code_number((1 << bits) - 1)),
+        middle_number(code_number(1 << (bits - 1))) {}
+};
+
+/// The roots of a lane's weights, to be multiplied by codes.
 template <class Shape>
-__device__ __forceinline__ CodeMoments moments_of_codes(const float (&x)[kStrip],
-                                                        const float (&w)[kStrip],
-                                                        const Coding& coding, float levels,
-                                                        float from, float rest,
-                                                        float inverse_weight, float (&q)[kStrip]) {
-  float sums[3];
-  row_sums<Shape>(
-      [&](int j, bool first, float (&sum)[3]) {
-        q[j] = rounded_code(x[j], coding.slope, coding.start, levels) - from;
-        const float weighted = w[j] * q[j];
-        add_to(sum[0], first, weighted);
-        add_product(sum[1], first, weighted, q[j]);
-        add_product(sum[2], first, weighted, x[j]);
-      },
-      sums);
-  return code_moments(sums[0], sums[1], sums[2], rest, inverse_weight);
+__device__ __forceinline__ void load_roots(const TileMemory<Shape>& memory, const Strip<Shape>& at,
+                                           float (&root)[kStrip]) {
+  load_cols(memory.root, at, root);
+#pragma unroll
+  for (float& r : root) r *= kRootScale;
 }
 
-/// The same without squares, from weights and weighted numbers.
+/// Moments of codes from sums of their products with roots: with the roots of weights (and the
+/// scale of these), with themselves, and with roots of weights times x.
+__device__ __forceinline__ CodeMoments code_moments(float sum, float squares, float products,
+                                                    float rest, float inverse_weight) {
+  const float mean = sum * (1 / (kRootScale * kCodeScale)) * inverse_weight;
+  return {mean, fmaf(squares * (1 / (kCodeScale * kCodeScale)), inverse_weight, -mean * mean),
+          fmaf(products * (1 / kCodeScale), inverse_weight, -mean * rest)};
+}
+
+/// Sums of the codes of a row with weights, and with weighted numbers; no squares.
 template <class Shape>
-__device__ __forceinline__ CodeMoments products_of_codes(const float (&x)[kStrip],
-                                                         const float (&w)[kStrip],
-                                                         const float (&wx)[kStrip],
-                                                         const Coding& coding, float levels,
-                                                         float from, float rest,
-                                                         float inverse_weight, float (&q)[kStrip]) {
+__device__ __forceinline__ CodeMoments products_of_codes(
+    const float (&x)[kStrip], const float (&root)[kStrip], const float (&rx)[kStrip],
+    const Coding& coding, float most, float rest, float inverse_weight, float (&q)[kStrip]) {
   float sums[2];
   row_sums<Shape>(
       [&](int j, bool first, float (&sum)[2]) {
-        q[j] = rounded_code(x[j], coding.slope, coding.start, levels) - from;
-        add_product(sum[0], first, w[j], q[j]);
-        add_product(sum[1], first, wx[j], q[j]);
+        q[j] = rounded_code(x[j], coding.slope, coding.start, most);
+        const float rq = root[j] * q[j];
+        add_product(sum[0], first, root[j], rq);
+        add_product(sum[1], first, rx[j], rq);
       },
       sums);
   return code_moments(sums[0], 0.f, sums[1], rest, inverse_weight);
+}
+
+/// The codes of a row by `fit`, from the middle one on, and least squares against them, which `fit`
+/// becomes. The middle one is even: the difference is rounded as the code is.
+template <class Shape>
+__device__ __forceinline__ void refit_codes(const float (&x)[kStrip], const float (&root)[kStrip],
+                                            const float (&rx)[kStrip], const Levels& levels,
+                                            float rest, float inverse_weight, Affine& fit,
+                                            float (&q)[kStrip]) {
+  const Coding coding = coding_of(fit, levels.count);
+  float sums[3];
+  row_sums<Shape>(
+      [&](int j, bool first, float (&sum)[3]) {
+        q[j] = fmaf(saturated_fma(x[j], coding.slope, coding.start), levels.most,
+                    -levels.middle_number);
+        const float rq = root[j] * q[j];
+        add_product(sum[0], first, root[j], rq);
+        add_product(sum[1], first, rq, rq);
+        add_product(sum[2], first, rx[j], rq);
+      },
+      sums);
+  refit(code_moments(sums[0], sums[1], sums[2], rest, inverse_weight), rest, levels.middle, fit);
 }
 
 /// Weighted mean and variance of a row of x.
@@ -393,31 +430,23 @@ struct RowMoments {
   float variance;
 };
 
-/// The codes of a row by `fit`, and least squares against them, which `fit` becomes; the weighted
-/// numbers.
+/// The numbers of a row times the roots of weights, and their weighted moments.
 template <class Shape>
-__device__ __forceinline__ RowMoments fit_codes(const float (&x)[kStrip], const float (&w)[kStrip],
-                                                float levels, float middle, float inverse_weight,
-                                                Affine& fit, float (&wx)[kStrip]) {
-  const Coding coding = coding_of(fit, levels);
-  const float from = kRounding + middle;
-  float sums[5];
+__device__ __forceinline__ RowMoments weigh(const TileMemory<Shape>& memory, const Strip<Shape>& at,
+                                            const float (&x)[kStrip], float inverse_weight,
+                                            float (&rx)[kStrip]) {
+  float root[kStrip];
+  load_cols(memory.root, at, root);
+  float sums[2];
   row_sums<Shape>(
-      [&](int j, bool first, float (&sum)[5]) {
-        wx[j] = w[j] * x[j];
-        add_to(sum[0], first, wx[j]);
-        add_product(sum[1], first, wx[j], x[j]);
-        const float q = rounded_code(x[j], coding.slope, coding.start, levels) - from;
-        const float weighted = w[j] * q;
-        add_to(sum[2], first, weighted);
-        add_product(sum[3], first, weighted, q);
-        add_product(sum[4], first, weighted, x[j]);
+      [&](int j, bool first, float (&sum)[2]) {
+        rx[j] = root[j] * x[j];
+        add_product(sum[0], first, root[j], rx[j]);
+        add_product(sum[1], first, rx[j], rx[j]);
       },
       sums);
   const float rest = sums[0] * inverse_weight;
-  const float variance = fmaf(sums[1], inverse_weight, -rest * rest);
-  refit(code_moments(sums[2], sums[3], sums[4], rest, inverse_weight), rest, middle, fit);
-  return {rest, variance};
+  return {rest, fmaf(sums[1], inverse_weight, -rest * rest)};
 }
 
 /// Codes and scales, from column scales that are in effect (put_col_scale); `known` and the largest
@@ -425,9 +454,7 @@ __device__ __forceinline__ RowMoments fit_codes(const float (&x)[kStrip], const 
 template <class Shape>
 __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory, const Tokens<Shape>& tokens,
                                              bool known) {
-  const float levels = tokens.levels();
-  const float middle = static_cast<float>(1 << (tokens.bits - 1));
-  const float from = kRounding + middle;
+  const Levels levels(tokens.bits);
 
   // Every row's codes and least squares, twice; and the columns, by the codes that the last least
   // squares were taken from.
@@ -437,9 +464,9 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory, const To
     const int last = place<Shape>(at.row(0), tokens.last_col());
     const float inverse_last = memory.inverse[tokens.last_col()];
     const float inverse_weight = inverse_or_0(sum_of_warps<Shape>(memory.stat[2]));
-    const float first_scale = kept(divide(start_range(tokens.bits, Shape::kCols), levels));
-    float w[kStrip];
-    load_cols(memory.weight, at, w);
+    const float first_scale = kept(divide(start_range(tokens.bits, Shape::kCols), levels.count));
+    float root[kStrip];
+    load_roots(memory, at, root);
     float sums[2][kStrip] = {};
 #pragma unroll 1
     for (int step = 0; step < kSteps; ++step) {
@@ -453,25 +480,25 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory, const To
         mean = scaled_row(memory, places, step, last, inverse_last, inverse_of, x);
         const RowRange range = known ? range_of(memory, row) : row_range<Shape>(x);
         fit.scale = first_scale * (range.hi - range.lo);
-        fit.offset = (range.lo + range.hi - fit.scale * levels) / 2;
+        fit.offset = (range.lo + range.hi - fit.scale * levels.count) / 2;
       }
-      float unused[kStrip];
-      const auto [rest, variance] =
-          fit_codes<Shape>(x, w, levels, middle, inverse_weight, fit, unused);
+      float rx[kStrip];
       float q[kStrip];
-      refit(moments_of_codes<Shape>(x, w, coding_of(fit, levels), levels, from, rest,
-                                    inverse_weight, q),
-            rest, middle, fit);
+      const auto [rest, variance] = weigh<Shape>(memory, at, x, inverse_weight, rx);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        refit_codes<Shape>(x, root, rx, levels, rest, inverse_weight, fit, q);
+      }
 
       // Rows count by the inverse of their variance, lest one massive token decide. One that is
       // constant but for rounding errors must not either.
       const float true_mean = mean + rest;
       const float spread_of_row = fmaxf(variance, kMeanFloor * kMeanFloor * true_mean * true_mean);
       const float share = tokens.row_counts(row) && spread_of_row >= kSmallest
-                              ? square_root(inverse(spread_of_row))
+                              ? kShareScale * square_root(inverse(spread_of_row))
                               : 0.f;
-      const float y_scale = fit.scale * share;
-      const float y_offset = fmaf(middle, y_scale, (fit.offset + mean) * share);
+      const float y_scale = fit.scale * 0x1p75f * share * 0x1p74f;  // of codes: 2^149
+      const float y_offset = (fmaf(levels.middle, fit.scale, fit.offset) + mean) * share;
       const float x_offset = mean * share;
 #pragma unroll
       for (int j = 0; j < kStrip; ++j) {
@@ -513,9 +540,9 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory, const To
   const float inverse_weight = inverse_or_0(sum_of_warps<Shape>(memory.stat[2]));
   const Strip<Shape> at;
   const StripPlaces<Shape> places(at);
-  float w[kStrip];
-  load_cols(memory.weight, at, w);
   {
+    float root[kStrip];
+    load_roots(memory, at, root);
     const float move = sum_of_warps<Shape>(memory.stat[3]) * inverse_weight;
     float sums[1][kStrip] = {};
     float counted = 0.f;
@@ -529,25 +556,24 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory, const To
       fit.offset += before - mean;
       float x[kStrip];
       load_centred(memory, at, places, step, mean, x);
-      float wx[kStrip];
-      const auto [rest, variance] = fit_codes<Shape>(x, w, levels, middle, inverse_weight, fit, wx);
+      float rx[kStrip];
       float q[kStrip];
+      const auto [rest, variance] = weigh<Shape>(memory, at, x, inverse_weight, rx);
+      refit_codes<Shape>(x, root, rx, levels, rest, inverse_weight, fit, q);
       Affine out = fit;
-      restore_gain(products_of_codes<Shape>(x, w, wx, coding_of(fit, levels), levels, from, rest,
-                                            inverse_weight, q),
-                   rest, variance, middle, out);
+      restore_gain(products_of_codes<Shape>(x, root, rx, coding_of(fit, levels.count), levels.most,
+                                            rest, inverse_weight, q),
+                   rest, variance, out);
       if (tokens.are_cols) {
         const bool raised = raise_scale(true, mean + rest, tokens.bits, out);
         if (__any_sync(0xffffffffu, raised)) {
           const Affine coded = {raised ? out.scale : fit.scale, raised ? out.offset : fit.offset};
-          const Coding coding = coding_of(coded, levels);
+          const Coding coding = coding_of(coded, levels.count);
 #pragma unroll
           for (int j = 0; j < kStrip; ++j) {
-            q[j] = rounded_code(x[j], coding.slope, coding.start, levels) - from;
+            q[j] = rounded_code(x[j], coding.slope, coding.start, levels.most);
           }
         }
-#pragma unroll
-        for (float& code : q) code += from;
         put_codes(memory, tokens, at, row, q);
         if (at.first_of_row()) memory.out[row] = {out.scale, out.offset + mean};
         most = fmaxf(most, out.scale);
@@ -555,12 +581,13 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory, const To
         const bool counts = tokens.row_counts(row) && out.scale > 0.f;
         if (counts && at.first_of_row()) counted += 1.f;
         const float half_inverse = counts ? 0.5f * inverse_or_0(out.scale) : 0.f;
-        const float minus_half = counts ? -0.5f : 0.f;
-        const float offset = fmaf(middle, minus_half, fmaf(-out.offset, half_inverse, 0.5f));
+        const float minus_half = counts ? -0x1p21f : 0.f;  // of 2^127 times what stands for codes
+        const float offset = fmaf(-out.offset, half_inverse, 0.5f);
 #pragma unroll
         for (int j = 0; j < kStrip; ++j) {
           // The error in codes, -1 .. 1, as 0 .. 1.
-          sums[0][j] += __saturatef(fmaf(q[j], minus_half, fmaf(x[j], half_inverse, offset)));
+          sums[0][j] +=
+              __saturatef(fmaf(0x1p127f * q[j], minus_half, fmaf(x[j], half_inverse, offset)));
         }
         __syncwarp();
         if (at.first_of_row()) {
@@ -584,11 +611,15 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory, const To
   if (const int n = own_thread(); n < Shape::kCols) {
     const float count = sum_of_warps<Shape>(memory.stat[4]);
     const float error = 2.f * (col_total<Shape>(memory.partial, 0) - 0.5f * Shape::kRows);
-    memory.shift[n] = count > 0.f ? divide(error, count * levels) : 0.f;
+    memory.shift[n] = count > 0.f ? divide(error, count * levels.count) : 0.f;
   }
   __syncthreads();
   float shift[kStrip];
   load_cols(memory.shift, at, shift);
+  float w[kStrip];
+  load_cols(memory.root, at, w);
+#pragma unroll
+  for (float& x : w) x *= x * kWeightScale;
   float most = 0.f;
 #pragma unroll 1
   for (int step = 0; step < kSteps; ++step) {
@@ -596,7 +627,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory, const To
     const float mean = memory.mean[row];
     const float rest = memory.rest[row];
     const Affine fit = memory.fit[row];
-    Coding coding = coding_of(fit, levels);
+    Coding coding = coding_of(fit, levels.count);
     float shifted = fit.scale >= kSmallest ? 1.f : 0.f;
     float x[kStrip];
     load_centred(memory, at, places, step, mean, x);
@@ -604,25 +635,26 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory, const To
     float of_row[2];
     row_sums<Shape>(
         [&](int j, bool first, float (&sum)[2]) {
-          q[j] = rounded_code(x[j], coding.slope, fmaf(shift[j], shifted, coding.start), levels);
-          const float code = q[j] - from;
-          const float weighted = w[j] * code;
-          add_to(sum[0], first, weighted);
-          add_product(sum[1], first, weighted, x[j]);
+          q[j] =
+              rounded_code(x[j], coding.slope, fmaf(shift[j], shifted, coding.start), levels.most);
+          add_product(sum[0], first, w[j], q[j]);
+          add_product(sum[1], first, w[j] * x[j], q[j]);
         },
         of_row);
     Affine out = fit;
-    restore_gain(code_moments(of_row[0], 0.f, of_row[1], rest, inverse_weight), rest,
-                 memory.variance[row], middle, out);
+    const float mean_code = of_row[0] * (1 / kWeightedScale) * inverse_weight;
+    restore_gain(
+        {mean_code, 0.f, fmaf(of_row[1] * (1 / kWeightedScale), inverse_weight, -mean_code * rest)},
+        rest, memory.variance[row], out);
     const bool counts = tokens.row_counts(row);
     const bool raised = raise_scale(counts, mean + rest, tokens.bits, out);
     if (__any_sync(0xffffffffu, raised || !counts)) {
-      if (raised) coding = coding_of(out, levels);
+      if (raised) coding = coding_of(out, levels.count);
       if (!counts) coding = {0.f, 0.f};
       if (raised || !counts) shifted = 0.f;
 #pragma unroll
       for (int j = 0; j < kStrip; ++j) {
-        q[j] = rounded_code(x[j], coding.slope, fmaf(shift[j], shifted, coding.start), levels);
+        q[j] = rounded_code(x[j], coding.slope, fmaf(shift[j], shifted, coding.start), levels.most);
       }
     }
     put_codes(memory, tokens, at, row, q);

@@ -51,6 +51,13 @@ __device__ __forceinline__ float square_root(float x) {
   return y;
 }
 
+/// a * b + c, between 0 and 1, in one instruction.
+__device__ __forceinline__ float saturated_fma(float a, float b, float c) {
+  float y;
+  asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(y) : "f"(a), "f"(b), "f"(c));
+  return y;
+}
+
 /// For bytes that a kernel uses once: pieces of 16 bytes are not kept in L1.
 template <class T, int N>
 __device__ __forceinline__ Vector<T, N> load_once(const T* p) {

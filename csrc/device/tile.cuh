@@ -345,7 +345,7 @@ struct TileMemory {
                             Shape::kCols];  ///< sums of columns, of some rows each
 
   float inverse[Shape::kCols];  ///< 1 / column scale
-  float weight[Shape::kCols];   ///< of a column in the fit of a row
+  float root[Shape::kCols];     ///< of the weight of a column in the fit of a row
   float shift[Shape::kCols];    ///< of codes, of a column
   float col_scale[Shape::kCols];
 
