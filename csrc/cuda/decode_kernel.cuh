@@ -72,11 +72,26 @@ __device__ __forceinline__ void touch(const Params& params) {
   if (line < kLines) asm volatile("" ::"r"(reinterpret_cast<const int*>(&params)[line * kWords]));
 }
 
+/// Brings the rows of the query to the SM's cache: they would wait long behind the records that are
+/// about to be asked for. A lane has a quarter of a row, which is a line or a part of it.
+__device__ __forceinline__ void touch_query(const DecodeParams& p, const RowPlace& place,
+                                            const DecodePlan& plan, int lane) {
+  const int row = min(place.first + lane / 4, place.count - 1);
+  const auto* const at = static_cast<const uint16_t*>(p.q) + int64_t{place.seq} * p.q_stride[0] +
+                         (place.head * plan.heads_per_kv + row) * p.q_stride[1] +
+                         lane % 4 * (p.kv.format.head_dim / 4);
+  uint32_t unused;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(unused) : "l"(at));
+}
+
 /// Teams of the block that have a share. (From memory each time: no register holds it meanwhile.)
 __device__ __forceinline__ int teams_of_block(const volatile Division& d) {
   const int left = static_cast<int>(d.shares - blockIdx.x * static_cast<unsigned>(d.teams));
   return uniform(max(min(left, d.teams), 0));
 }
+
+constexpr int kWalk = -1;
+constexpr int kWalkers = 4;
 
 template <class F, int kBlocks>
 __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
@@ -139,9 +154,20 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
                             kBlocks * device::kBlockRows),
                    lane);
       }
+      if (F::kOneRecord) {
+        touch_query(p,
+                    RowPlace(p, plan, cursor.seq, cursor.head, cursor.row_block, part,
+                             kBlocks * device::kBlockRows),
+                    plan, lane);
+      }
       if (part == 0) feeder.start(cursor);
     }
-    int run = 0;   // tiles that need nothing but to be used up and replaced
+    // Tiles that need nothing but to be used up and replaced.
+    int run = 0;
+    if (F::kOneRecord && own_warp() >= kWalkers) {
+      run = kWalk;
+      worker.walk_only();
+    }
     int turn = 0;  // stage, and stages more on every second lap: one register for both
 #pragma unroll 1
     for (;;) {
@@ -192,7 +218,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
           run = uniform(feeder.run_length(worker.rows.seen.all));
         }
       }
-      const bool in_run = run > 0;
+      const bool in_run = run != 0;
       const bool is_record = tile.token < 0;
       const int first_token = (tile.tile << plan.group_shift) + max(tile.token, 0);
       const int tokens = is_record ? F::format(p).group : device::kStagedTokens;
@@ -203,18 +229,20 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
         seen = !(tile.flags & kNoTile) && worker.sees(first_token, tokens);
         all_see = worker.all_see(first_token, tokens);
       }
-      device::barrier_wait(&shared.full[at], parity);
+      if (!F::kOneRecord || run != kWalk) device::barrier_wait(&shared.full[at], parity);
       const uint8_t* const data = ring + (F::kOneRecord ? 0 : stage * stage_bytes);
       const bool is_half = p.kv.staging.dtype == DType::kFloat16;  // or bfloat16
       const auto want_values = [&] {
-        if (F::kOneRecord) device::barrier_wait(&shared.full_values[at], parity);
+        if (F::kOneRecord && run != kWalk) {
+          device::barrier_wait(&shared.full_values[at], parity);
+        }
       };
       const auto have_used_keys = [&] {
         if constexpr (F::kOneRecord) {
           __syncwarp();
-          if (in_run) {
+          if (run > 0) {
             feeder.replace();
-          } else {
+          } else if (run == 0) {
             feeder.use_up_keys();
           }
         }
@@ -232,6 +260,10 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
         want_values();
       }
       __syncwarp();
+      if (F::kOneRecord && run == kWalk) {
+        run = 0;
+        continue;
+      }
       if (in_run) {
         if constexpr (F::kOneRecord) {
           feeder.replace_values();

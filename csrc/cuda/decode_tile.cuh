@@ -242,6 +242,14 @@ struct TileWorker {
   /// of fp16 or of the type of the staging pool.
   bool rotated;
 
+  /// Numbers that may be computed with.
+  __device__ __forceinline__ void walk_only() {
+    state.clear();
+    query = {};
+    rows = {};
+    rotated = true;
+  }
+
   /// Whether any row sees any of so many tokens.
   __device__ __forceinline__ bool sees(int first_token, int count) const {
     return first_token < rows.seen.any.end && first_token + count > rows.seen.any.begin;
