@@ -94,27 +94,6 @@ __device__ __forceinline__ JoinedColumn join_column(const Pieces& pieces, int co
   }
 }
 
-/// Finishes and writes a column of the result.
-template <int kDim, int kBlocks>
-__device__ __forceinline__ void write_column(const DecodeParams& p, const DecodePlan& plan,
-                                             const RowPlace& place, int column,
-                                             const JoinedColumn& from, int lane) {
-  using State = device::SoftmaxState<kDim, kBlocks>;
-  const int block = column / State::kTiles;
-  const int tile = column % State::kTiles;
-#pragma unroll
-  for (int parity = 0; parity < 2; ++parity) {
-    const float all = device::sum_over_tokens(from.sum[parity]);
-    const int row = place.first + block * device::kBlockRows + 2 * (lane % 4) + parity;
-    if (row >= place.count) continue;
-    const OutputRow to(p, plan, place, row, from.top[parity], all);
-    const float v[2] = {(parity == 0 ? from.out.x : from.out.y) * to.result.factor,
-                        (parity == 0 ? from.out.z : from.out.w) * to.result.factor};
-    store_channels(p, plan, to.out + tile / 4 * 64 + lane / 4 * 8 + tile % 4 * 2, v);
-    if (p.lse != nullptr && lane < 4 && tile == 0) p.lse[to.lse] = to.result.lse;
-  }
-}
-
 /// Makes known to the device that a piece is in memory, which the threads before a barrier wrote.
 /// The number of the launch is drawn at random: whatever was in the workspace, it is not a flag.
 __device__ __forceinline__ void raise_flag(const DecodePlan& plan, uint64_t* flag) {

@@ -10,7 +10,7 @@
 // A ring of whole records in shared memory stands before each team; its first warp keeps it full
 // (decode_feeder.cuh). Staged tiles pass it 16 tokens at a time (attention_staged.cuh). Items that
 // lie in several shares are put together in the same launch (decode_join.cuh); partial results are
-// in the original basis, those of splits in that of records.
+// in the basis of records, whole ones in the original one.
 //
 // Where the registers suffice there are twelve warps a block instead of eight (decode_warps()). For
 // some steps the ring of each warp is one record (kOneRecord): twelve with D = G = 128, or eight

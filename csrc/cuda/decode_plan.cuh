@@ -90,7 +90,7 @@ struct DecodePlan {
   bool q_aligned;
   bool out_aligned;
   RecordLayout layout;
-  uint64_t launch;      ///< a number that no flag has by chance
+  uint64_t launch;      ///< a number that no flag or word has by chance
   uint64_t* flags;      ///< with splits, of blocks: [grid]
   float4* pieces;       ///< with splits: [units][row_parts]; of blocks: [grid][2][row_parts], words
   float4* warp_pieces;  ///< [grid][warps]
