@@ -8,7 +8,7 @@
 // rounds of the normalization have it in registers: they are one short loop all the same, and two
 // loads of the tile a round kept shared memory as busy as the schedulers.
 //
-// Measured there: 152 ns a record in closed form, 249 with 4 rounds, 216 for minmax with 8. A form
+// Measured there: 146 ns a record in closed form, 237 with 4 rounds, 205 for minmax with 8. A form
 // a little before took 102 (closed form) and 160 instructions (4 rounds) an element and issued on
 // 68 and 65 % of the cycles; the row fits, half of the time, on all of them (docs/design.md).
 //
@@ -79,8 +79,9 @@ __device__ __forceinline__ Job job_of(const Jobs& jobs, unsigned part) {
   const unsigned record = part / 2;
   const auto i = static_cast<unsigned>(uint64_t{record} * jobs.heads_factor >> jobs.heads_shift);
   Job job = {i, i, record - i * jobs.heads, false};
-  if (jobs.source.data != nullptr) job.source = jobs.source[i];
-  if (jobs.target.data != nullptr) job.target = jobs.target[i];
+  if (jobs.source.data == nullptr) return job;
+  job.source = jobs.source[i];
+  job.target = jobs.target[i];
   // Padding; what is out of range is reported where it is looked for.
   job.skipped =
       job.source < 0 || job.source >= jobs.sources || job.target < 0 || job.target >= jobs.targets;
@@ -175,28 +176,35 @@ __device__ __forceinline__ float size_factor(device::TileMemory<Shape>& memory,
   return 64.f * exp2f(-rintf(log2f(mean) / 2));
 }
 
+/// Whether scales of the normalization are taken only if they pass the guard. A massive token takes
+/// one channel of the other keys, less than the rounding error of 2 or 3 bits.
+template <class Shape>
+__device__ __forceinline__ bool is_guarded(const device::Tokens<Shape>& tokens, Fit fit,
+                                           int iterations) {
+  return (fit == Fit::kMinMax || iterations > 0) && (!tokens.are_cols || tokens.bits >= 4);
+}
+
 /// Line threads: the scale of column threadIdx.x. Contains barriers, the last of them such that
 /// put_col_scale may follow.
 template <class Shape>
 __device__ __forceinline__ float find_col_scale(device::TileMemory<Shape>& memory,
                                                 const device::Tokens<Shape>& tokens, Fit fit,
-                                                int iterations) {
-  const bool minmax = fit == Fit::kMinMax;
-  if (!minmax && iterations == 0) {  // what is read here of find_live has had its barrier
+                                                int iterations, bool guarded) {
+  if (fit != Fit::kMinMax && iterations == 0) {
+    // What is read here of find_live has had its barrier.
     return device::half_rounded(device::limited_col_scale(
         tokens.are_cols ? device::token_rms(memory) : device::channel_spread(memory, tokens)));
   }
   float factor = 1.f;
-  if (minmax) {
+  if (fit == Fit::kMinMax) {
     __syncthreads();
   } else {
     factor = size_factor(memory, tokens);
   }
-  float scale = device::sinkhorn_col_scale(memory, tokens, factor, iterations);
+  float x[device::kSteps][kStrip];
+  float scale = device::sinkhorn_col_scale(memory, tokens, factor, iterations, x);
+  const bool minmax = again(static_cast<unsigned>(fit)) == static_cast<unsigned>(Fit::kMinMax);
   if (!minmax) scale = device::without_factor<Shape>(tokens, scale, memory.stat[4]);
-  // A massive token takes one channel of the other keys, less than the rounding error of 2 or 3
-  // bits.
-  const bool guarded = !tokens.are_cols || tokens.bits >= 4;
   float alternative = 1.f;
   if (guarded && tokens.are_cols) {
     alternative = device::limited_col_scale(device::token_rms(memory));
@@ -208,7 +216,7 @@ __device__ __forceinline__ float find_col_scale(device::TileMemory<Shape>& memor
     scale = device::half_rounded(device::limited_col_scale(scale));
     alternative = device::half_rounded(device::limited_col_scale(alternative));
   }
-  if (guarded) scale = device::guarded_col_scale(memory, tokens, scale, alternative);
+  if (guarded) scale = device::guarded_col_scale(memory, tokens, x, scale, alternative);
   __syncthreads();
   return scale;
 }
@@ -283,12 +291,14 @@ __device__ __forceinline__ void make_part(const Jobs& jobs, const device::TokenR
   const int bits = key ? jobs.format.key_bits : jobs.format.value_bits;
   const device::Tokens<Shape> tokens = {key, bits, memory};
   find_live(memory, tokens);
-  device::put_col_scale(memory, tokens, find_col_scale(memory, tokens, jobs.fit, jobs.iterations));
+  const bool guarded = is_guarded(tokens, jobs.fit, jobs.iterations);
+  device::put_col_scale(memory, tokens,
+                        find_col_scale(memory, tokens, jobs.fit, jobs.iterations, guarded));
   __syncthreads();
   if (jobs.fit == Fit::kMinMax) {
-    device::fit_minmax(memory, tokens);
+    device::fit_minmax(memory, tokens, guarded);
   } else {
-    device::fit_unbiased(memory, tokens);
+    device::fit_unbiased(memory, tokens, guarded);
   }
   __syncthreads();
   if (key && !tokens.all_live()) clear_dead_keys(memory);
@@ -383,6 +393,27 @@ __global__ void __launch_bounds__(kThreads<kDim, kGroup>, 512 / kThreads<kDim, k
   }
 }
 
+/// Shared memory of each of `blocks` blocks that need `bytes`. Where every one can have a
+/// multiprocessor of its own, it is so much that two do not fit on one: while blocks of the launch
+/// before still run, others were put two to a multiprocessor.
+Status spread_blocks(unsigned blocks, size_t& bytes) {
+  int device = 0;
+  int multiprocessors = 0;
+  int shared = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  }
+  if (error != cudaSuccess) return runtime_error("preparing a launch", error);
+  if (blocks <= static_cast<unsigned>(multiprocessors)) {
+    bytes = std::max(bytes, static_cast<size_t>(shared) / 2);
+  }
+  return {};
+}
+
 template <int kDim, int kGroup>
 Status run(Jobs& jobs, void* stream) {
   constexpr size_t kKeyBytes = sizeof(device::TileMemory<KeyShape<kDim, kGroup>>);
@@ -409,7 +440,9 @@ Status run(Jobs& jobs, void* stream) {
   if (!sealing && kThreads<kDim, kGroup> == 256) {
     blocks = std::max(blocks, (jobs.parts / 2 + 1) / 2 * 2);
   }
-  return launch_early(kernel, dim3(blocks), dim3(kThreads<kDim, kGroup>), kBytes, stream, jobs);
+  size_t bytes = kBytes;
+  if (Status status = spread_blocks(blocks, bytes); !status.ok()) return status;
+  return launch_early(kernel, dim3(blocks), dim3(kThreads<kDim, kGroup>), bytes, stream, jobs);
 }
 
 Status run(Jobs& jobs, void* stream) {

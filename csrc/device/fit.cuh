@@ -130,10 +130,12 @@ __device__ __forceinline__ float scaled_row(const TileMemory<Shape>& memory,
 /// can drive the column scales of the normalization so far that the others are lost. Compared is
 /// the sum over tokens of squared step / energy, up to a common factor. A row's step is its range;
 /// an element's that times the scale of its column. So it is a product of a sum over rows and a sum
-/// over columns. Starts and ends with a barrier.
+/// over columns. The ranges of the rows under the scale that is taken lie in memory.fit after the
+/// barrier that must follow. Starts with a barrier.
 template <class Shape>
 __device__ __forceinline__ float guarded_col_scale(TileMemory<Shape>& memory,
-                                                   const Tokens<Shape>& tokens, float scale,
+                                                   const Tokens<Shape>& tokens,
+                                                   const float (&x)[kSteps][kStrip], float scale,
                                                    float alternative) {
   const int n = own_thread();
   const auto share = [&](int token) {
@@ -157,7 +159,6 @@ __device__ __forceinline__ float guarded_col_scale(TileMemory<Shape>& memory,
   }
   __syncthreads();
   const Strip<Shape> at;
-  const StripPlaces<Shape> places(at);
   const int last = place<Shape>(at.row(0), tokens.last_col());
 #pragma unroll 1
   for (int which = 0; which < 2; ++which) {
@@ -168,13 +169,18 @@ __device__ __forceinline__ float guarded_col_scale(TileMemory<Shape>& memory,
     unsigned least[kSteps];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
+      const float about = memory.tile[last + step * Shape::kStepPlaces] * inverse_last;
       float y[kStrip];
-      scaled_row(memory, places, step, last, inverse_last, w, y);
+#pragma unroll
+      for (int j = 0; j < kStrip; ++j) y[j] = fmaf(x[step][j], w[j], -about);
       strip_range(y, most[step], least[step]);
     }
     const RowRange range =
         ends(row_total(at, most, [](int a, int b) { return max(a, b); }),
              row_total(at, least, [](unsigned a, unsigned b) { return max(a, b); }));
+    if (at.in_row < kSteps) {
+      (which == 0 ? memory.fit : memory.out)[at.own_row()] = {range.lo, range.hi};
+    }
     const float length = range.hi - range.lo;
     const float counted = at.in_row < kSteps ? tokens.are_cols ? 1.f : share(at.own_row()) : 0.f;
     put_warp_sum(length * length * counted, memory.stat[2 + which]);
@@ -183,7 +189,15 @@ __device__ __forceinline__ float guarded_col_scale(TileMemory<Shape>& memory,
   const float loss = sum_of_warps<Shape>(memory.stat[0]) * sum_of_warps<Shape>(memory.stat[2]);
   const float alternative_loss =
       sum_of_warps<Shape>(memory.stat[1]) * sum_of_warps<Shape>(memory.stat[3]);
-  return alternative_loss < kGuardShare * loss ? alternative : scale;
+  if (!(alternative_loss < kGuardShare * loss)) return scale;
+  if (n < Shape::kRows) memory.fit[n] = memory.out[n];
+  return alternative;
+}
+
+/// The range of a row that the guard found.
+template <class Shape>
+__device__ __forceinline__ RowRange range_of(const TileMemory<Shape>& memory, int row) {
+  return {memory.fit[row].scale, memory.fit[row].offset};
 }
 
 /// Line threads: their column's scale takes effect. The sum of the weights lies in memory.stat[2],
@@ -213,7 +227,7 @@ struct Coding {
 };
 
 __device__ __forceinline__ Coding coding_of(const Affine& fit, float levels) {
-  const float slope = divide(inverse_or_0(fit.scale), levels);
+  const float slope = fit.scale >= kSmallest ? inverse(fit.scale * levels) : 0.f;
   return {slope, -fit.offset * slope};
 }
 
@@ -251,10 +265,12 @@ __device__ __forceinline__ bool raise_scale(bool counts, float mean, int bits, A
 
 // ---- fit = minmax -------------------------------------------------------------------------------
 
-/// Codes over the whole range of each row. Starts after a barrier. The largest scale of a row that
-/// counts lies in memory.stat[0] after the barrier that must follow.
+/// Codes over the whole range of each row, which lies in memory.fit if it is `known`. Starts after
+/// a barrier. The largest scale of a row that counts lies in memory.stat[0] after the barrier that
+/// must follow.
 template <class Shape>
-__device__ __forceinline__ void fit_minmax(TileMemory<Shape>& memory, const Tokens<Shape>& tokens) {
+__device__ __forceinline__ void fit_minmax(TileMemory<Shape>& memory, const Tokens<Shape>& tokens,
+                                           bool known) {
   const float levels = tokens.levels();
   const Strip<Shape> at;
   const StripPlaces<Shape> places(at);
@@ -268,7 +284,7 @@ __device__ __forceinline__ void fit_minmax(TileMemory<Shape>& memory, const Toke
     const int row = at.row(step);
     float y[kStrip];
     const float about = scaled_row(memory, places, step, last, inverse_last, inverse_of, y);
-    const RowRange range = row_range<Shape>(y);
+    const RowRange range = known ? range_of(memory, row) : row_range<Shape>(y);
     Affine fit = {divide(range.hi - range.lo, levels), range.lo + about};
     const bool counts = tokens.row_counts(row);
     const bool raised = raise_scale(counts, about + (range.lo + range.hi) / 2, tokens.bits, fit);
@@ -284,6 +300,12 @@ __device__ __forceinline__ void fit_minmax(TileMemory<Shape>& memory, const Toke
 }
 
 // ---- fit = unbiased -----------------------------------------------------------------------------
+
+/// The same number, in a register of its own, lest it be computed anew wherever it is wanted.
+__device__ __forceinline__ float kept(float x) {
+  asm volatile("" : "+f"(x));
+  return x;
+}
 
 /// What part of the range min..max the codes span at the start.
 __device__ __forceinline__ float start_range(int bits, int row_length) {
@@ -398,11 +420,11 @@ __device__ __forceinline__ RowMoments fit_codes(const float (&x)[kStrip], const 
   return {rest, variance};
 }
 
-/// Codes and scales, from column scales that are in effect (put_col_scale). Starts after a barrier.
-/// The largest scale of a row that counts lies in memory.stat[0], as with fit_minmax.
+/// Codes and scales, from column scales that are in effect (put_col_scale); `known` and the largest
+/// scale are as with fit_minmax. Starts after a barrier.
 template <class Shape>
-__device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
-                                             const Tokens<Shape>& tokens) {
+__device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory, const Tokens<Shape>& tokens,
+                                             bool known) {
   const float levels = tokens.levels();
   const float middle = static_cast<float>(1 << (tokens.bits - 1));
   const float from = kRounding + middle;
@@ -415,7 +437,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
     const int last = place<Shape>(at.row(0), tokens.last_col());
     const float inverse_last = memory.inverse[tokens.last_col()];
     const float inverse_weight = inverse_or_0(sum_of_warps<Shape>(memory.stat[2]));
-    const float range_share = start_range(tokens.bits, Shape::kCols);
+    const float first_scale = kept(divide(start_range(tokens.bits, Shape::kCols), levels));
     float w[kStrip];
     load_cols(memory.weight, at, w);
     float sums[2][kStrip] = {};
@@ -429,8 +451,8 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
         float inverse_of[kStrip];
         load_cols(memory.inverse, at, inverse_of);
         mean = scaled_row(memory, places, step, last, inverse_last, inverse_of, x);
-        const RowRange range = row_range<Shape>(x);
-        fit.scale = divide(range_share * (range.hi - range.lo), levels);
+        const RowRange range = known ? range_of(memory, row) : row_range<Shape>(x);
+        fit.scale = first_scale * (range.hi - range.lo);
         fit.offset = (range.lo + range.hi - fit.scale * levels) / 2;
       }
       float unused[kStrip];
@@ -457,6 +479,7 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory,
         sums[0][j] = fmaf(y, fmaf(x[j], share, x_offset), sums[0][j]);
         sums[1][j] = fmaf(y, y, sums[1][j]);
       }
+      __syncwarp();  // the range of the row has been read from memory.fit
       if (at.first_of_row()) {
         memory.mean[row] = true_mean;
         memory.fit[row] = {fit.scale, fit.offset - rest};

@@ -386,6 +386,49 @@ __device__ __forceinline__ float token_energy(const float* partial, bool key, in
   return energy;
 }
 
+/// A lane's elements to their places in the tile, and energies. Sixteens of columns at odd places
+/// among those of a lane are at some distance from `odd`, the others from `even`: place() exchanges
+/// them.
+template <class Shape, int kDim, bool kMayBeKey, bool kMayBeValue>
+__device__ __forceinline__ void put_tile(bool key, int tokens, const float (&x)[kElements],
+                                         float* tile, float* energies) {
+  using Place = ProductPlace<kDim>;
+  constexpr int kSixteens = Place::kSixteens;
+  const Place at;
+  const auto put = [&](float* even, float* odd, int u, int half, int rows, int sixteen) {
+    *reinterpret_cast<float4*>((sixteen % 2 == 0 ? even : odd) + (rows + half * 8) * Shape::kCols +
+                               sixteen / 2 * 32) = {x[element(u, half, 0)], x[element(u, half, 1)],
+                                                    x[element(u, half, 2)], x[element(u, half, 3)]};
+  };
+  if (kMayBeKey && key) {
+    const auto start = [&](int u) {
+      return tile + place<Shape>(at.channel(true, 0, 0, 0), at.token(true, u, 0, 0));
+    };
+    float* const even = start(0);
+    float* const odd = Place::kSets > 1 ? start(kSixteens) : even;
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        put(even, odd, u, half, u % kSixteens * 16, u / kSixteens);
+    }
+  }
+  if (kMayBeValue && !key) {
+    const auto start = [&](int u) {
+      return tile + place<Shape>(at.token(false, 0, 0, 0), at.channel(false, u, 0, 0));
+    };
+    float* const even = start(0);
+    float* const odd = start(1);
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        put(even, odd, u, half, u / kSixteens * 16, u % kSixteens);
+    }
+  }
+  put_energies(at, key, tokens, x, energies);
+}
+
 /// The rotated tile of keys or values in shared memory, and the energies of its tokens. Whole
 /// tokens have been asked for by bring_tokens. They lie where the tile will be. Ends with a
 /// barrier.
@@ -414,21 +457,13 @@ __device__ __forceinline__ void load_rotated(const TokenRows& in, bool key, uint
     }
     __syncthreads();
   }
-  if (!in.rotated) join_sixteens<kDim>(orthonormal_scale(kDim), x);
-  const ProductPlace<kDim> at;
-#pragma unroll
-  for (int u = 0; u < kUnits; ++u) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int token = at.token(key, u, half, 0);
-      const int channel = at.channel(key, u, half, 0);
-      *reinterpret_cast<float4*>(
-          tile + (key ? place<Shape>(channel, token) : place<Shape>(token, channel))) = {
-          x[element(u, half, 0)], x[element(u, half, 1)], x[element(u, half, 2)],
-          x[element(u, half, 3)]};
-    }
+  // What becomes of x is there twice, so that it need not be in the same registers in both.
+  if (in.rotated) {
+    put_tile<Shape, kDim, kMayBeKey, kMayBeValue>(key, kTokens, x, tile, energies);
+  } else {
+    join_sixteens<kDim>(orthonormal_scale(kDim), x);
+    put_tile<Shape, kDim, kMayBeKey, kMayBeValue>(key, kTokens, x, tile, energies);
   }
-  put_energies(at, key, kTokens, x, energies);
   __syncthreads();
 }
 

@@ -72,13 +72,15 @@ __device__ __forceinline__ float spread(float least, float most) {
   return most == 0.f ? 0.f : divide(most, fmaxf(least, 1e-8f));
 }
 
-/// Line threads: the column scale of column threadIdx.x, of the tile times `factor`. Dead tokens
-/// must hold the numbers of the last live one. They then have its scale, and add nothing to a
-/// deviation, which is taken about it. Starts after a barrier, ends with one.
+/// Line threads: the column scale of column threadIdx.x, of the tile times `factor`; and the lane's
+/// numbers of the tile, which is in registers for all rounds: to load it twice a round kept shared
+/// memory as busy as the schedulers. Dead tokens must hold the numbers of the last live one. They
+/// then have its scale, and add nothing to a deviation, which is taken about it. Starts after a
+/// barrier, ends with one.
 template <class Shape>
 __device__ __forceinline__ float sinkhorn_col_scale(TileMemory<Shape>& memory,
                                                     const Tokens<Shape>& tokens, float factor,
-                                                    int iterations) {
+                                                    int iterations, float (&x)[kSteps][kStrip]) {
   const int n = own_thread();
   const bool has_col = n < Shape::kCols;
   // Of even and of odd rounds.
@@ -102,9 +104,6 @@ __device__ __forceinline__ float sinkhorn_col_scale(TileMemory<Shape>& memory,
   const int last_of_row = place<Shape>(at.row(0), last_col);
   // Then its sums may be rounded otherwise than those of the row that it is a copy of.
   const bool is_copy = !tokens.row_counts(at.own_row());
-  // In registers for all rounds: to load the tile twice a round kept shared memory as busy as the
-  // schedulers.
-  float x[kSteps][kStrip];
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) load_strip(memory.tile, places, step, x[step]);
 
