@@ -442,6 +442,7 @@ Status run(Jobs& jobs, void* stream) {
   }
   size_t bytes = kBytes;
   if (Status status = spread_blocks(blocks, bytes); !status.ok()) return status;
+  if (Status status = allow_shared_memory(kernel, bytes); !status.ok()) return status;
   return launch_early(kernel, dim3(blocks), dim3(kThreads<kDim, kGroup>), bytes, stream, jobs);
 }
 
