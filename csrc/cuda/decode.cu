@@ -134,11 +134,12 @@ int64_t row_piece_bytes(const Format& f, const RowShape& shape) {
          static_cast<int64_t>(sizeof(float));
 }
 
-/// And as words that go from block to block (Word there): 33 for 64 channels.
+/// And as words that go from block to block (Word there): one for two channels, and two for each
+/// strip of four (two, if D = 64) channels a lane.
 int64_t word_bytes(const Format& f, const RowShape& shape) {
   constexpr int64_t kWordBytes = 16;
-  return int64_t{shape.blocks} * device::kBlockRows * (f.head_dim / (2 * kWarpLanes)) *
-         (kWarpLanes + 1) * kWordBytes;
+  const int64_t strips = std::max(f.head_dim / (4 * kWarpLanes), 1);
+  return int64_t{shape.blocks} * device::kBlockRows * (f.head_dim / 2 + 2 * strips) * kWordBytes;
 }
 
 int64_t tiles_of(const Format& f, int64_t tokens) { return (tokens + f.group - 1) / f.group; }

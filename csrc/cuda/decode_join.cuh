@@ -307,13 +307,12 @@ struct JoinedRow {
   }
 };
 
-/// Two numbers of a piece that goes from block to block, and the number of the launch: who finds it
-/// has the two, no flag and no fence is needed. It is one operation of the memory model (a scalar
-/// of 128 bits, PTX ISA 8.3, sm_70). The number is drawn at random: whatever was in the workspace,
-/// it is not this one; and taken away by who has read it, as a graph plays it again.
+/// Two numbers of a piece that goes from block to block, and one by which who reads it knows that
+/// they are there: no flag and no fence is needed. It is one operation of the memory model (a
+/// scalar of 128 bits, PTX ISA 8.3, sm_70).
 struct alignas(16) Word {
   uint64_t pair;
-  uint64_t launch;
+  uint64_t number;
 
   __device__ __forceinline__ float x() const {
     return __uint_as_float(static_cast<uint32_t>(pair));
@@ -322,16 +321,18 @@ struct alignas(16) Word {
     return __uint_as_float(static_cast<uint32_t>(pair >> 32));
   }
 
-  __device__ __forceinline__ void store(float x, float y, uint64_t number) {
+  __device__ __forceinline__ static uint64_t pair_of(float x, float y) {
+    return uint64_t{__float_as_uint(y)} << 32 | __float_as_uint(x);
+  }
+
+  __device__ __forceinline__ static void store(Word* at, uint64_t pair, uint64_t number) {
     asm volatile(
         "{\n"
-        ".reg .b64 pair;\n"
         ".reg .b128 word;\n"
-        "mov.b64 pair, {%1, %2};\n"
-        "mov.b128 word, {pair, %3};\n"
+        "mov.b128 word, {%1, %2};\n"
         "st.relaxed.gpu.global.b128 [%0], word;\n"
-        "}" ::"l"(this),
-        "f"(x), "f"(y), "l"(number)
+        "}" ::"l"(at),
+        "l"(pair), "l"(number)
         : "memory");
   }
   /// Reads it anew from memory, if that is wanted.
@@ -345,18 +346,33 @@ struct alignas(16) Word {
         "@wanted ld.relaxed.gpu.global.b128 word, [%2];\n"
         "mov.b128 {%0, %1}, word;\n"
         "}"
-        : "+l"(pair), "+l"(launch)
+        : "+l"(pair), "+l"(number)
         : "l"(at), "r"(wanted));
   }
   /// Takes the number out of it.
   __device__ __forceinline__ void clear() {
-    asm volatile("st.global.u64 [%0], %1;" ::"l"(&launch), "l"(uint64_t{0}) : "memory");
+    asm volatile("st.global.u64 [%0], %1;" ::"l"(&number), "l"(uint64_t{0}) : "memory");
   }
 };
 
-/// A strip of a row, 64 channels: two of them a lane, and the row's top and sum.
-inline constexpr int kStripChannels = 2 * kWarpLanes;
-inline constexpr int kStripWords = kWarpLanes + 1;
+/// Words of a strip of a row, a vector of channels a lane: lane after lane the first two of them,
+/// then the others; the row's top and sum; and the head.
+///
+/// The last two carry the number of the launch. It is drawn at random: whatever was in the
+/// workspace, it is not this one; and who has read them takes it away, as a graph plays it again.
+/// To take it out of all words would be up to 2 us of stores at the end of a launch. So the others
+/// carry a number_now(), which the head tells.
+constexpr KVARN_HD int strip_words(int vector) { return vector / 2 * kWarpLanes + 2; }
+
+/// The number of the launch, and the time: what a graph left when it was played before had another.
+/// How often the timer is set is not documented; while it stands still, the clock goes on.
+__device__ __forceinline__ uint64_t number_now(uint64_t launch) {
+  unsigned time;
+  unsigned clock;
+  asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(time));
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(clock));
+  return launch + (uint64_t{time} << 32 | clock);
+}
 
 /// All that the teams of a block, and the blocks, have of the same items. last_pieces: of the
 /// block's warps, in shared memory, piece_stride vectors apart.
@@ -369,24 +385,28 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
                                             const DecodeShared& shared, int teams,
                                             const float4* last_pieces, int piece_stride, int lane) {
   using Piece = RowPiece<kDim, kBlocks>;
-  constexpr int kStrips = kDim / kStripChannels;
   constexpr int kOfLane = kDim / kWarpLanes;          // channels of a row
   constexpr int kVector = kOfLane < 4 ? kOfLane : 4;  // of them side by side
-  constexpr int kOfWarps = kDim < 256 ? 8 : 4;        // pieces at once
-  constexpr int kOfBlocks = 16;
+  constexpr int kStrips = kOfLane / kVector;
+  constexpr int kStripWords = strip_words(kVector);
+  constexpr int kTops = kVector / 2 * kWarpLanes;  // words of a strip
+  constexpr int kHead = kTops + 1;
+  constexpr int kOfWarps = kDim < 256 ? 8 : 4;  // pieces at once
+  // Twelve warps have registers for eight.
+  constexpr int kOfBlocks = kWarps > 8 && kVector > 2 ? 8 : 16;
   constexpr int kFront = 0;  // pieces that others add up or add to: of the block's first item,
   constexpr int kBack = 1;   // and of its last, if that begins here
   const int warp = own_warp();
   const int parts = plan.row_parts;
   const int rows = Piece::rows(p, plan);
-  // Words of a strip: pieces of blocks side by side are kBlockWords apart.
+  // Pieces of blocks side by side are so many words apart.
   constexpr int kBlockWords = 2 * Piece::kRows * kStrips * kStripWords;
+  const auto words_at = [&](int place) { return reinterpret_cast<Word*>(plan.pieces) + place; };
   const auto strip_of = [&](int block, int which, int part, int row, int strip) {
-    return reinterpret_cast<Word*>(plan.pieces) +
-           ((((part * static_cast<int>(gridDim.x) + block) * 2 + which) * Piece::kRows + row) *
+    return ((((part * static_cast<int>(gridDim.x) + block) * 2 + which) * Piece::kRows + row) *
                 kStrips +
             strip) *
-               int64_t{kStripWords};
+           kStripWords;
   };
   // Without cu_query_lens a warp that has all rows has all of `rows`.
   const bool may_lack_rows = p.cu_query_lens.data != nullptr || parts > 1;
@@ -437,6 +457,7 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
           plan.warp_pieces +
           (static_cast<int>(blockIdx.x) * kWarps + b * parts + part) * int64_t{Piece::kVectors};
       const int stride = parts * piece_stride;
+      const uint64_t number = number_now(plan.launch);
       JoinedRow<kOfLane> joined;
       const auto load = [&](const float4* piece, float2& tops, float (&values)[kOfLane]) {
         tops = Piece::tops(piece)[row];
@@ -494,16 +515,17 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
       } else {
 #pragma unroll
         for (int h = 0; h < kOfLane / kVector; ++h) {
-          const int channel = (h * kWarpLanes + lane) * kVector;
-          Word* const strip = strip_of(static_cast<int>(blockIdx.x), is_front ? kFront : kBack,
-                                       part, row, channel / kStripChannels);
-          const int in_strip = channel % kStripChannels;
+          Word* const strip = words_at(
+              strip_of(static_cast<int>(blockIdx.x), is_front ? kFront : kBack, part, row, h));
 #pragma unroll
           for (int c = 0; c < kVector; c += 2) {
-            strip[(in_strip + c) / 2].store(v[h * kVector + c], v[h * kVector + c + 1],
-                                            plan.launch);
+            Word::store(strip + c / 2 * kWarpLanes + lane,
+                        Word::pair_of(v[h * kVector + c], v[h * kVector + c + 1]), number);
           }
-          if (in_strip == 0) strip[kWarpLanes].store(joined.top, joined.sum, plan.launch);
+          if (lane == 0) {
+            Word::store(strip + kTops, Word::pair_of(joined.top, joined.sum), plan.launch);
+          }
+          if (lane == 1) Word::store(strip + kHead, number, plan.launch);
         }
       }
     }
@@ -519,66 +541,80 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
     const int strip = i % kStrips;
     const int part = parts == 1 ? 0 : i / kStrips / rows;
     const int row = i / kStrips - part * rows;
-    const RowPlace place = rows_of(item.seq, item.head, item.row_block, part);
-    if (may_lack_rows && place.first + row >= place.count) break;
+    if (may_lack_rows) {
+      const RowPlace place = rows_of(item.seq, item.head, item.row_block, part);
+      if (place.first + row >= place.count) break;
+    }
     // The first block has the item as its last.
-    Word* const back = strip_of(from, kBack, part, row, strip);
-    Word* const front = strip_of(from, kFront, part, row, strip);
-    JoinedRow<2> joined;
+    const int back = strip_of(from, kBack, part, row, strip);
+    const int front = strip_of(from, kFront, part, row, strip);
+    JoinedRow<kVector> joined;
 #pragma unroll 1
     for (int first = 0; first < count; first += kOfBlocks) {
       const int left = count - first;
       const int of_lane = lane % kOfBlocks;
-      Word* const at = front + int64_t{first} * kBlockWords;
-      Word* const first_at = first == 0 ? back : at;
-      Word* const tops_at =
-          (of_lane == 0 ? first_at : at + int64_t{of_lane} * kBlockWords) + kWarpLanes;
-      const auto word_at = [&](int k) {
-        return (k == 0 ? first_at : at + int64_t{k} * kBlockWords) + lane;
+      const int at = front + first * kBlockWords;
+      const int first_at = first == 0 ? back : at;
+      const Word* const of_first = words_at(first_at + lane);
+      const Word* const of_others = words_at(at + lane);
+      // As many lanes as pieces have tops and sums, as many others heads.
+      Word* const own_at = words_at((of_lane == 0 ? first_at : at + of_lane * kBlockWords) +
+                                    ((lane & kOfBlocks) == 0 ? kTops : kHead));
+      const auto word_at = [&](int k, int c) {
+        return (k == 0 ? of_first : of_others + k * kBlockWords) + c * kWarpLanes;
       };
-      Word tops{};
-      Word words[kOfBlocks] = {};
+      Word own{};
+      Word words[kOfBlocks][kVector / 2] = {};
       // A bit a word that is not there; what is there is not read again.
-      constexpr unsigned kTops = 1u << kOfBlocks;
-      unsigned missing = left < kOfBlocks ? (1u << left) - 1 : kTops - 1;
-      const bool has_tops = of_lane < left;
-      if (has_tops) missing |= kTops;
+      const auto bit = [](int k, int c) { return 1u << (c * kOfBlocks + k); };
+      constexpr unsigned kPieces = (1u << kOfBlocks) - 1;
+      unsigned missing = left < kOfBlocks ? (1u << left) - 1 : kPieces;
+      if (kVector > 2) missing |= missing << kOfBlocks;
+      bool own_missing = of_lane < left;
+      const bool has_own = own_missing;
       do {
-        tops.look(tops_at, missing & kTops);
-#pragma unroll
-        for (int k = 0; k < kOfBlocks; ++k) words[k].look(word_at(k), missing & 1u << k);
-        if (tops.launch == plan.launch) missing &= ~kTops;
+        own.look(own_at, own_missing);
 #pragma unroll
         for (int k = 0; k < kOfBlocks; ++k) {
-          if (words[k].launch == plan.launch) missing &= ~(1u << k);
+#pragma unroll
+          for (int c = 0; c < kVector / 2; ++c) {
+            words[k][c].look(word_at(k, c), missing & bit(k, c));
+          }
         }
-      } while (__any_sync(device::kAllLanes, missing != 0));
-      float values[kOfBlocks][2];
+        if (own.number == plan.launch) own_missing = false;
+        // No word has that of the launch: its time and clock would have to be 0.
+        const uint64_t of_own = own_missing ? plan.launch : own.pair;
+#pragma unroll
+        for (int k = 0; k < kOfBlocks; ++k) {
+          const uint64_t number = __shfl_sync(device::kAllLanes, of_own, kOfBlocks + k);
+#pragma unroll
+          for (int c = 0; c < kVector / 2; ++c) {
+            if (words[k][c].number == number) missing &= ~bit(k, c);
+          }
+        }
+      } while (__any_sync(device::kAllLanes, missing != 0 || own_missing));
+      float values[kOfBlocks][kVector];
 #pragma unroll
       for (int k = 0; k < kOfBlocks; ++k) {
-        values[k][0] = words[k].x();
-        values[k][1] = words[k].y();
+#pragma unroll
+        for (int c = 0; c < kVector / 2; ++c) {
+          values[k][2 * c] = words[k][c].x();
+          values[k][2 * c + 1] = words[k][c].y();
+        }
       }
-      joined.add_of_lanes({has_tops ? tops.x() : device::negative_infinity(), tops.y()}, values);
+      float2 tops = {has_own ? own.x() : device::negative_infinity(), own.y()};
+      tops.x = __shfl_sync(device::kAllLanes, tops.x, of_lane);
+      tops.y = __shfl_sync(device::kAllLanes, tops.y, of_lane);
+      joined.add_of_lanes(tops, values);
+      if (has_own) own_at->clear();  // the same launch may be played again
     }
+    const RowPlace place = rows_of(item.seq, item.head, item.row_block, part);
     const OutputRow to(p, plan, place, place.first + row, joined.top, joined.sum);
-    const float result[2] = {joined.out[0] * to.result.factor, joined.out[1] * to.result.factor};
-    store_channels(p, plan, to.out + strip * kStripChannels + 2 * lane, result);
-    if (p.lse != nullptr && strip == 0 && lane == 0) p.lse[to.lse] = to.result.lse;
-    // The same launch may be played again.
-#pragma unroll 1
-    for (int first = 0; first < count; first += kOfBlocks) {
-      Word* const at = front + int64_t{first} * kBlockWords;
+    float (&result)[kVector] = joined.out;
 #pragma unroll
-      for (int k = 0; k < kOfBlocks; ++k) {
-        Word* const words = first + k == 0 ? back : at + int64_t{k} * kBlockWords;
-        if (first + k < count) words[lane].clear();
-      }
-      const int own = first + lane;
-      if (lane < kOfBlocks && own < count) {
-        (own == 0 ? back : front + int64_t{own} * kBlockWords)[kWarpLanes].clear();
-      }
-    }
+    for (int c = 0; c < kVector; ++c) result[c] *= to.result.factor;
+    store_channels(p, plan, to.out + (strip * kWarpLanes + lane) * kVector, result);
+    if (p.lse != nullptr && strip == 0 && lane == 0) p.lse[to.lse] = to.result.lse;
   }
 }
 

@@ -105,6 +105,9 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
     device::barrier_init_fence();
   }
   device::wait_for_previous();
+  // The next kernel may start once all blocks of this one run: none of these, which wait for each
+  // other's parts, waits for room.
+  device::let_next_start();
   const bool few = F::kUsual && !F::kSplits && plan.few_sequences;
   // First of all, what all else waits for.
   const int length = few ? sequence_length(p, min(lane, static_cast<int>(p.kv.seqs) - 1)) : 0;
