@@ -8,9 +8,10 @@
 // rounds of the normalization have it in registers: they are one short loop all the same, and two
 // loads of the tile a round kept shared memory as busy as the schedulers.
 //
-// Measured there: 146 ns a record in closed form, 237 with 4 rounds, 205 for minmax with 8. A form
-// a little before took 102 (closed form) and 160 instructions (4 rounds) an element and issued on
-// 68 and 65 % of the cycles; the row fits, half of the time, on all of them (docs/design.md).
+// Measured there: 147 ns a record in closed form, 230 with 4 rounds, 197 for minmax with 8. A form
+// a little before took 94 (closed form) and 150 instructions (4 rounds) an element and issued on
+// 66 and 65 % of the cycles; the row fits, more than half of the time in closed form, on 87 %
+// (docs/design.md).
 //
 // A block makes one part (K or V) of one record. device/tile.cuh says who holds what, rotate.cuh
 // how it gets there, sinkhorn.cuh and fit.cuh what is computed, pack.cuh how it leaves.
@@ -97,9 +98,10 @@ __device__ __forceinline__ unsigned counted_parts(const Jobs& jobs) {
 
 __device__ __forceinline__ device::TokenRows tokens_of(const Jobs& jobs, const Job& job, bool key) {
   const int64_t* const stride = jobs.in_stride[key ? 0 : 1];
-  return {static_cast<const char*>(jobs.in[key ? 0 : 1]) +
+  return {{jobs.dtype, jobs.rotated, jobs.aligned},
+          static_cast<const char*>(jobs.in[key ? 0 : 1]) +
               (job.source * stride[0] + job.head * stride[2]) * size_of(jobs.dtype),
-          stride[1], jobs.dtype, jobs.rotated, jobs.aligned};
+          stride[1]};
 }
 
 /// Whether token n has anything but zeros, where its squares may have been lost: from numbers
@@ -172,8 +174,9 @@ __device__ __forceinline__ float size_factor(device::TileMemory<Shape>& memory,
   __syncthreads();
   const float sum = device::sum_of_warps<Shape>(memory.stat[6]);
   if (!(sum > 0.f)) return 1.f;
-  const float mean = sum / (tokens.row_length() * tokens.col_length());
-  return 64.f * exp2f(-rintf(log2f(mean) / 2));
+  const float mean =
+      fmaxf(device::divide(sum, tokens.row_length() * tokens.col_length()), device::kSmallest);
+  return 64.f * device::power_of_2(-rintf(device::log2_of(mean) / 2));
 }
 
 /// Whether scales of the normalization are taken only if they pass the guard. A massive token takes
@@ -246,9 +249,10 @@ __device__ __forceinline__ void store_scales(device::TileMemory<Shape>& memory,
   // A power of two moves from one side's scales to the other's, so that both are in range.
   const float most_row = device::max_of_warps<Shape>(memory.stat[0]);
   const float most_col = device::max_of_warps<Shape>(memory.stat[1]);
-  const float factor = most_row > 0.f && most_col > 0.f
-                           ? exp2f(rintf((log2f(most_row) - log2f(most_col)) / 2))
-                           : 1.f;
+  const float factor =
+      most_row >= device::kSmallest && most_col >= device::kSmallest
+          ? device::power_of_2(rintf((device::log2_of(most_row) - device::log2_of(most_col)) / 2))
+          : 1.f;
   // What stands for the scale of a dead token: 0, or NaN if it has NaN or infinity.
   const auto of_dead = [&] { return memory.found[n] == 0.f ? 0.f : __int_as_float(0x7fffffff); };
   if (has_row) {
@@ -284,10 +288,13 @@ __device__ __forceinline__ void clear_dead_keys(device::TileMemory<Shape>& memor
 
 /// Codes and scales of a part of a record, in shared memory. Its tokens have been asked for.
 template <class Shape, int kGap, bool kMayBeKey, bool kMayBeValue>
-__device__ __forceinline__ void make_part(const Jobs& jobs, const device::TokenRows& in, bool key,
+__device__ __forceinline__ void make_part(const Jobs& jobs, unsigned part, bool key,
                                           device::TileMemory<Shape>& memory) {
-  device::load_rotated<Shape, kGap, kMayBeKey, kMayBeValue>(in, key, memory.tokens, memory.tile,
-                                                            memory.partial);
+  if (device::own_thread() == 0) memory.part = part;  // registers are scarce
+  const auto find = [&] { return tokens_of(jobs, job_of(jobs, again(part)), key); };
+  device::load_rotated<Shape, kGap, kMayBeKey, kMayBeValue>(
+      {jobs.dtype, jobs.rotated, jobs.aligned}, find, key, memory.tokens, memory.tile,
+      memory.partial);
   const int bits = key ? jobs.format.key_bits : jobs.format.value_bits;
   const device::Tokens<Shape> tokens = {key, bits, memory};
   find_live(memory, tokens);
@@ -304,15 +311,12 @@ __device__ __forceinline__ void make_part(const Jobs& jobs, const device::TokenR
   if (key && !tokens.all_live()) clear_dead_keys(memory);
 }
 
-/// What make_part made, to the record.
+/// What make_part made, to its place in the record.
 template <class Shape>
-__device__ __forceinline__ void store_part(const Jobs& jobs, const Job& job, bool key,
+__device__ __forceinline__ void store_part(const Jobs& jobs, uint8_t* part, bool key,
                                            device::TileMemory<Shape>& memory) {
   const int bits = key ? jobs.format.key_bits : jobs.format.value_bits;
   const device::Tokens<Shape> tokens = {key, bits, memory};
-  const RecordLayout layout = record_layout(jobs.format);
-  uint8_t* const part = jobs.records + job.target * jobs.record_stride[0] +
-                        job.head * jobs.record_stride[1] + (key ? 0 : layout.value_codes);
   store_scales(memory, tokens, part + Shape::kRows * Shape::kCols / 8 * bits);
   switch (bits) {
     case 2:
@@ -355,39 +359,50 @@ __global__ void __launch_bounds__(kThreads<kDim, kGroup>, 512 / kThreads<kDim, k
   auto& key_memory = *reinterpret_cast<device::TileMemory<Key>*>(shared);
   auto& value_memory = *reinterpret_cast<device::TileMemory<Value>*>(shared);
   static_assert(offsetof(device::TileMemory<Key>, part) ==
-                offsetof(device::TileMemory<Value>, part));
+                    offsetof(device::TileMemory<Value>, part) &&
+                offsetof(device::TileMemory<Key>, to) == offsetof(device::TileMemory<Value>, to));
+  // Starts to bring a part's tokens, and says where the part goes. Whether there is one.
   const auto bring = [&](unsigned part) {
-    if (part >= counted_parts(jobs)) return;
+    if (part >= counted_parts(jobs)) return false;
     const Job job = job_of(jobs, part);
     const bool key = part % 2 == 0;
+    if (device::own_thread() == 0) {
+      key_memory.to[part % 2] = job.skipped
+                                    ? nullptr
+                                    : jobs.records + job.target * jobs.record_stride[0] +
+                                          job.head * jobs.record_stride[1] +
+                                          (key ? 0 : record_layout(jobs.format).value_codes);
+    }
+    if (job.skipped) return false;
     const device::TokenRows in = tokens_of(jobs, job, key);
-    if (job.skipped || !in.whole()) return;
+    if (!in.like.whole()) return true;
     if (kSquare || key) {
       device::bring_tokens<kDim, kKeyGap, kGroup, kThreads<kDim, kGroup>>(in, shared);
     } else {
       device::bring_tokens<kDim, kValueGap, kGroup, kThreads<kDim, kGroup>>(in, shared);
     }
+    return true;
   };
-  bring(blockIdx.x);
+  bool wanted = bring(blockIdx.x);
 #pragma unroll 1
   for (unsigned part = blockIdx.x; part < counted_parts(jobs); part = (part ^ 1) + gridDim.x) {
-    const bool key = part % 2 == 0;
-    if (const Job job = job_of(jobs, again(part)); !job.skipped) {
-      if (device::own_thread() == 0) key_memory.part = part;  // registers are scarce
+    if (wanted) {
+      const bool key = part % 2 == 0;
       if (kSquare || key) {
-        make_part<Key, kKeyGap, true, kSquare>(jobs, tokens_of(jobs, job, key), key, key_memory);
+        make_part<Key, kKeyGap, true, kSquare>(jobs, part, key, key_memory);
       } else {
-        make_part<Value, kValueGap, false, true>(jobs, tokens_of(jobs, job, false), false,
-                                                 value_memory);
+        make_part<Value, kValueGap, false, true>(jobs, part, false, value_memory);
       }
       part = key_memory.part;
-    }
-    bring(again((part ^ 1) + gridDim.x));
-    if (const Job job = job_of(jobs, again(part)); job.skipped) {
-    } else if (kSquare || part % 2 == 0) {
-      store_part(jobs, job, part % 2 == 0, key_memory);
     } else {
-      store_part(jobs, job, false, value_memory);
+      __syncthreads();  // for key_memory.to
+    }
+    wanted = bring(again((part ^ 1) + gridDim.x));
+    if (uint8_t* const to = key_memory.to[part % 2]; to == nullptr) {
+    } else if (kSquare || part % 2 == 0) {
+      store_part(jobs, to, part % 2 == 0, key_memory);
+    } else {
+      store_part(jobs, to, false, value_memory);
     }
     __syncthreads();  // the next tile takes the place of this one's codes
   }

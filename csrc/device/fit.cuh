@@ -5,8 +5,13 @@
 //   q = round(levels * saturate(x * slope + start)),   slope = 1 / (scale * levels),
 //                                                      start = -offset * slope,
 //
-// two multiply-adds: saturation is free, and the rounding is that of an addition to 2^23. What
-// follows from one row alone is done in one step: its range, codes, and least squares, twice.
+// two multiply-adds: saturation is free, and the rounding is that of an addition to 1, of codes
+// that are multiples of 2^-23, the last place of numbers from 1 to 2. What follows from one row
+// alone is done in one step: its range, codes, and least squares, twice.
+//
+// Of 1 + q, a weight's product with q is one more multiply-add, w (1 + q) - w, and exact until it
+// is rounded. Sums over weights w are those over products with their roots: sqrt(w) q, once there,
+// gives the sums of w q, w q^2 and, with sqrt(w) x, of w q x by a multiply-add each.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +22,7 @@
 
 namespace kvarn::device {
 
-inline constexpr float kRounding = 8388608.f;    ///< 2^23: adding it rounds to an integer
+inline constexpr float kUnit = 0x1p-23f;         ///< what codes are multiples of, in sums
 inline constexpr float kMeanFloor = 1.f / 1024;  ///< of a scale against the mean of its row
 inline constexpr float kGuardShare = 0.75f;      ///< of the loss, that an alternative must undercut
 inline constexpr float kSmallest = 1.17549435e-38f;  ///< normal number
@@ -37,10 +42,10 @@ __device__ __forceinline__ float token_rms(TileMemory<Shape>& memory) {
   const int n = own_thread();
   const float rms = n < Shape::kCols ? square_root(memory.energy[n] * (1.f / Shape::kRows)) : 0.f;
   const bool counts = rms > 0.f && memory.live[n];
-  put_warp_sum(counts ? log2f(rms) : 0.f, memory.stat[6]);
+  put_warp_sum(counts ? log2_of(rms) : 0.f, memory.stat[6]);
   const int count = __syncthreads_count(counts);
   const float log_sum = sum_of_warps<Shape>(memory.stat[6]);
-  return count > 0 ? rms * exp2f(-rintf(log_sum / static_cast<float>(count))) : rms;
+  return count > 0 ? rms * power_of_2(-rintf(log_sum / static_cast<float>(count))) : rms;
 }
 
 /// V in closed form: of the tokens divided by their deviations, the channel's geometric mean of
@@ -51,7 +56,7 @@ __device__ __forceinline__ float channel_spread(TileMemory<Shape>& memory,
                                                 const Tokens<Shape>& tokens) {
   const Strip<Shape> at;
   const StripPlaces<Shape> places(at);
-  const int first = place<Shape>(at.row(0), 0);
+  const int first = first_place(at, 0);
   const Length length(Shape::kCols);
   float sums[2][kStrip] = {};
   float counted = 0.f;
@@ -61,7 +66,7 @@ __device__ __forceinline__ float channel_spread(TileMemory<Shape>& memory,
     float x[kStrip];
     load_strip(memory.tile, places, step, x);
     const float spread_of_row =
-        row_deviation<Shape>(x, memory.tile[first + step * Shape::kStepPlaces], length);
+        row_deviation<Shape>(x, number_of_step<Shape, float>(memory.tile, first, step), length);
     const bool counts = tokens.row_counts(row) && spread_of_row > 0.f;
     const float inverse_of = counts ? inverse(spread_of_row) : 0.f;
     if (counts && at.first_of_row()) counted += 1.f;
@@ -75,10 +80,11 @@ __device__ __forceinline__ float channel_spread(TileMemory<Shape>& memory,
   put_col_sums<Shape>(at, sums, memory.partial);
   put_warp_sum(counted, memory.stat[6]);
   __syncthreads();
-  if (own_thread() >= Shape::kCols) return 0.f;
+  const int n = own_thread();
+  if (n >= Shape::kCols) return 0.f;
   const float share = inverse_or_0(sum_of_warps<Shape>(memory.stat[6]));
-  const float mean = col_total<Shape>(memory.partial, 0) * share;
-  const float mean_square = col_total<Shape>(memory.partial, 1) * share;
+  const float mean = col_total<Shape>(memory.partial, 0, n) * share;
+  const float mean_square = col_total<Shape>(memory.partial, 1, n) * share;
   const float variance = fmaxf(mean_square - mean * mean, mean_square * (1.f / 64));
   return square_root(square_root(variance * mean_square));
 }
@@ -90,9 +96,9 @@ template <class Shape>
 __device__ __forceinline__ float without_factor(const Tokens<Shape>& tokens, float scale,
                                                 float* stat) {
   const int n = own_thread();
-  put_warp_sum(n < Shape::kCols && tokens.col_counts(n) ? log2f(scale) : 0.f, stat);
+  put_warp_sum(n < Shape::kCols && tokens.col_counts(n) ? log2_of(scale) : 0.f, stat);
   __syncthreads();
-  return scale * exp2f(-divide(sum_of_warps<Shape>(stat), fmaxf(tokens.row_length(), 1.f)));
+  return scale * power_of_2(-divide(sum_of_warps<Shape>(stat), fmaxf(tokens.row_length(), 1.f)));
 }
 
 __device__ __forceinline__ float limited_col_scale(float scale) {
@@ -120,7 +126,7 @@ __device__ __forceinline__ float scaled_row(const TileMemory<Shape>& memory,
                                             float inverse_last, const float (&inverse)[kStrip],
                                             float (&y)[kStrip]) {
   load_strip(memory.tile, places, step, y);
-  const float about = memory.tile[last + step * Shape::kStepPlaces] * inverse_last;
+  const float about = number_of_step<Shape, float>(memory.tile, last, step) * inverse_last;
 #pragma unroll
   for (int j = 0; j < kStrip; ++j) y[j] = fmaf(y[j], inverse[j], -about);
   return about;
@@ -142,14 +148,14 @@ __device__ __forceinline__ float guarded_col_scale(TileMemory<Shape>& memory,
     const float energy = memory.energy[token];
     return memory.live[token] && energy > 0.f ? inverse(energy) : 0.f;
   };
-  // The inverses of `scale`, and those of `alternative` where the weights will be.
-  const auto inverse_of = [&](int which) { return which == 0 ? memory.inverse : memory.weight; };
+  // The inverses of `scale`, and those of `alternative` where the roots of weights will be.
+  const auto inverse_of = [&](int which) { return which == 0 ? memory.inverse : memory.root; };
   __syncthreads();
   {
     float of_col[2] = {0.f, 0.f};
     if (n < Shape::kCols) {
-      inverse_of(0)[n] = divide(1.f, scale);
-      inverse_of(1)[n] = divide(1.f, alternative);
+      inverse_of(0)[apart(n)] = divide(1.f, scale);
+      inverse_of(1)[apart(n)] = divide(1.f, alternative);
       const float counted = tokens.are_cols ? share(n) : 1.f;
       of_col[0] = scale * scale * counted;
       of_col[1] = alternative * alternative * counted;
@@ -159,25 +165,25 @@ __device__ __forceinline__ float guarded_col_scale(TileMemory<Shape>& memory,
   }
   __syncthreads();
   const Strip<Shape> at;
-  const int last = place<Shape>(at.row(0), tokens.last_col());
+  const float last_of_row = memory.tile[place<Shape>(at.own_row(), tokens.last_col())];
 #pragma unroll 1
   for (int which = 0; which < 2; ++which) {
     float w[kStrip];
-    load_cols(inverse_of(which), at, w);
-    const float inverse_last = inverse_of(which)[tokens.last_col()];
+    load_cols_apart(inverse_of(which), at, w);
+    float about[kSteps];
+    share_with_rows(last_of_row * inverse_of(which)[apart(tokens.last_col())], about);
     int most[kSteps];
     unsigned least[kSteps];
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const float about = memory.tile[last + step * Shape::kStepPlaces] * inverse_last;
+    for (int k = 0; k < kSteps; ++k) {
       float y[kStrip];
 #pragma unroll
-      for (int j = 0; j < kStrip; ++j) y[j] = fmaf(x[step][j], w[j], -about);
-      strip_range(y, most[step], least[step]);
+      for (int j = 0; j < kStrip; ++j) y[j] = fmaf(x[k][j], w[j], -about[k]);
+      strip_range(y, most[k], least[k]);
     }
     const RowRange range =
-        ends(row_total(at, most, [](int a, int b) { return max(a, b); }),
-             row_total(at, least, [](unsigned a, unsigned b) { return max(a, b); }));
+        ends(row_total(Shape::kLanes, most, [](int a, int b) { return max(a, b); }),
+             row_total(Shape::kLanes, least, [](unsigned a, unsigned b) { return max(a, b); }));
     if (at.in_row < kSteps) {
       (which == 0 ? memory.fit : memory.out)[at.own_row()] = {range.lo, range.hi};
     }
@@ -206,15 +212,15 @@ template <class Shape>
 __device__ __forceinline__ void put_col_scale(TileMemory<Shape>& memory,
                                               const Tokens<Shape>& tokens, float scale) {
   const int n = own_thread();
-  float weight = 0.f;
   const bool counts = n < Shape::kCols && tokens.col_counts(n);
-  if (counts) weight = fminf(scale * scale, 16.f);
+  float root = 0.f;
+  if (counts) root = fminf(scale, 4.f);
   if (n < Shape::kCols) {
     memory.inverse[n] = divide(1.f, scale);
-    memory.weight[n] = weight;
+    memory.root[n] = root;
     memory.col_scale[n] = scale;
   }
-  put_warp_sum(weight, memory.stat[2]);
+  put_warp_sum(root * root, memory.stat[2]);
   put_warp_max(counts ? scale : 0.f, memory.stat[1]);
 }
 
@@ -231,13 +237,16 @@ __device__ __forceinline__ Coding coding_of(const Affine& fit, float levels) {
   return {slope, -fit.offset * slope};
 }
 
-/// 2^23 plus the code of x.
+/// 1 plus the code of x in units; `levels` are in units, too.
 __device__ __forceinline__ float rounded_code(float x, float slope, float start, float levels) {
-  return fmaf(__saturatef(fmaf(x, slope, start)), levels, kRounding);
+  return fmaf(__saturatef(fmaf(x, slope, start)), levels, 1.f);
 }
 
-/// Codes of a strip to shared memory, from 2^23 plus them, over the numbers of its row: all lanes
-/// of the warp must have read those.
+/// The code in units, times y.
+__device__ __forceinline__ float code_times(float y, float rounded) { return fmaf(y, rounded, -y); }
+
+/// Codes of a strip to shared memory, from 1 plus them, over the numbers of its row: all lanes of
+/// the warp must have read those.
 template <class Shape>
 __device__ __forceinline__ void put_codes(TileMemory<Shape>& memory, const Tokens<Shape>& tokens,
                                           const Strip<Shape>& at, int row,
@@ -274,7 +283,7 @@ __device__ __forceinline__ void fit_minmax(TileMemory<Shape>& memory, const Toke
   const float levels = tokens.levels();
   const Strip<Shape> at;
   const StripPlaces<Shape> places(at);
-  const int last = place<Shape>(at.row(0), tokens.last_col());
+  const int last = first_place(at, tokens.last_col());
   const float inverse_last = memory.inverse[tokens.last_col()];
   float inverse_of[kStrip];
   load_cols(memory.inverse, at, inverse_of);
@@ -291,7 +300,7 @@ __device__ __forceinline__ void fit_minmax(TileMemory<Shape>& memory, const Toke
     Coding coding = coding_of({fit.scale, raised ? fit.offset - about : range.lo}, levels);
     if (!counts) coding = {0.f, 0.f}, fit = {0.f, 0.f};
 #pragma unroll
-    for (float& q : y) q = rounded_code(q, coding.slope, coding.start, levels);
+    for (float& q : y) q = rounded_code(q, coding.slope, coding.start, levels * kUnit);
     put_codes(memory, tokens, at, row, y);
     if (at.first_of_row()) memory.out[row] = fit;
     most = fmaxf(most, fit.scale);
@@ -315,13 +324,33 @@ __device__ __forceinline__ float start_range(int bits, int row_length) {
   return bits == 2 ? share2 : bits == 3 ? share3 : bits == 4 ? share4 : 1.f;
 }
 
-/// Weighted moments of the codes of a row, from their sums; codes are counted from the middle one.
+/// Weighted moments of the codes of a row.
 struct CodeMoments {
   float mean;
   float variance;
   float covariance;  ///< with x
 };
 
+/// Least squares of x against the codes.
+__device__ __forceinline__ void refit(const CodeMoments& m, float rest, Affine& fit) {
+  if (m.covariance > 0.f && m.variance > 0.f) {
+    fit.scale = divide(m.covariance, m.variance);
+    fit.offset = rest - fit.scale * m.mean;
+  }
+}
+
+/// The scale whose products with x are those of x with itself (reverse regression): least squares
+/// shrinks, and a shrinkage does not average out over tokens as other errors do.
+__device__ __forceinline__ void restore_gain(const CodeMoments& m, float rest, float variance,
+                                             Affine& fit) {
+  if (m.covariance > 0.f && variance > 0.f) {
+    fit.scale = divide(variance, m.covariance);
+    fit.offset = rest - fit.scale * m.mean;
+  }
+}
+
+/// From sums of the codes' products with weights, with weights and codes, and with weighted
+/// numbers.
 __device__ __forceinline__ CodeMoments code_moments(float sum, float squares, float products,
                                                     float rest, float inverse_weight) {
   const float mean = sum * inverse_weight;
@@ -329,62 +358,41 @@ __device__ __forceinline__ CodeMoments code_moments(float sum, float squares, fl
           fmaf(products, inverse_weight, -mean * rest)};
 }
 
-/// Least squares of x against the codes.
-__device__ __forceinline__ void refit(const CodeMoments& m, float rest, float middle, Affine& fit) {
-  if (m.covariance > 0.f && m.variance > 0.f) {
-    fit.scale = divide(m.covariance, m.variance);
-    fit.offset = rest - fit.scale * (m.mean + middle);
-  }
-}
-
-/// The scale whose products with x are those of x with itself (reverse regression): least squares
-/// shrinks, and a shrinkage does not average out over tokens as other errors do.
-__device__ __forceinline__ void restore_gain(const CodeMoments& m, float rest, float variance,
-                                             float middle, Affine& fit) {
-  if (m.covariance > 0.f && variance > 0.f) {
-    fit.scale = divide(variance, m.covariance);
-    fit.offset = rest - fit.scale * (m.mean + middle);
-  }
-}
-
-/// Weighted sums of the codes of a row of x, of their squares and of their products with x. The
-/// codes are left in q, from the middle one on.
+/// The same of the codes of a row, without squares, from roots of weights and numbers times these.
+/// The codes are left in q, plus 1.
 template <class Shape>
-__device__ __forceinline__ CodeMoments moments_of_codes(const float (&x)[kStrip],
-                                                        const float (&w)[kStrip],
-                                                        const Coding& coding, float levels,
-                                                        float from, float rest,
-                                                        float inverse_weight, float (&q)[kStrip]) {
-  float sums[3];
-  row_sums<Shape>(
-      [&](int j, bool first, float (&sum)[3]) {
-        q[j] = rounded_code(x[j], coding.slope, coding.start, levels) - from;
-        const float weighted = w[j] * q[j];
-        add_to(sum[0], first, weighted);
-        add_product(sum[1], first, weighted, q[j]);
-        add_product(sum[2], first, weighted, x[j]);
-      },
-      sums);
-  return code_moments(sums[0], sums[1], sums[2], rest, inverse_weight);
-}
-
-/// The same without squares, from weights and weighted numbers.
-template <class Shape>
-__device__ __forceinline__ CodeMoments products_of_codes(const float (&x)[kStrip],
-                                                         const float (&w)[kStrip],
-                                                         const float (&wx)[kStrip],
-                                                         const Coding& coding, float levels,
-                                                         float from, float rest,
-                                                         float inverse_weight, float (&q)[kStrip]) {
+__device__ __forceinline__ CodeMoments products_of_codes(
+    const float (&x)[kStrip], const float (&root)[kStrip], const float (&rx)[kStrip],
+    const Coding& coding, float levels, float rest, float inverse_weight, float (&q)[kStrip]) {
   float sums[2];
   row_sums<Shape>(
       [&](int j, bool first, float (&sum)[2]) {
-        q[j] = rounded_code(x[j], coding.slope, coding.start, levels) - from;
-        add_product(sum[0], first, w[j], q[j]);
-        add_product(sum[1], first, wx[j], q[j]);
+        q[j] = rounded_code(x[j], coding.slope, coding.start, levels);
+        const float rq = code_times(root[j], q[j]);
+        add_product(sum[0], first, root[j], rq);
+        add_product(sum[1], first, rx[j], rq);
       },
       sums);
   return code_moments(sums[0], 0.f, sums[1], rest, inverse_weight);
+}
+
+/// The codes of a row by `fit`, plus 1, and least squares against them, which `fit` becomes.
+template <class Shape>
+__device__ __forceinline__ void refit_codes(const float (&x)[kStrip], const float (&root)[kStrip],
+                                            const float (&rx)[kStrip], float levels, float rest,
+                                            float inverse_weight, Affine& fit, float (&q)[kStrip]) {
+  const Coding coding = coding_of(fit, levels);
+  float sums[3];
+  row_sums<Shape>(
+      [&](int j, bool first, float (&sum)[3]) {
+        q[j] = rounded_code(x[j], coding.slope, coding.start, levels);
+        const float rq = code_times(root[j], q[j]);
+        add_product(sum[0], first, root[j], rq);
+        add_product(sum[1], first, rq, rq);
+        add_product(sum[2], first, rx[j], rq);
+      },
+      sums);
+  refit(code_moments(sums[0], sums[1], sums[2], rest, inverse_weight), rest, fit);
 }
 
 /// Weighted mean and variance of a row of x.
@@ -393,31 +401,20 @@ struct RowMoments {
   float variance;
 };
 
-/// The codes of a row by `fit`, and least squares against them, which `fit` becomes; the weighted
-/// numbers.
+/// The numbers of a row times the roots of weights, and their weighted moments.
 template <class Shape>
-__device__ __forceinline__ RowMoments fit_codes(const float (&x)[kStrip], const float (&w)[kStrip],
-                                                float levels, float middle, float inverse_weight,
-                                                Affine& fit, float (&wx)[kStrip]) {
-  const Coding coding = coding_of(fit, levels);
-  const float from = kRounding + middle;
-  float sums[5];
+__device__ __forceinline__ RowMoments weigh(const float (&root)[kStrip], const float (&x)[kStrip],
+                                            float inverse_weight, float (&rx)[kStrip]) {
+  float sums[2];
   row_sums<Shape>(
-      [&](int j, bool first, float (&sum)[5]) {
-        wx[j] = w[j] * x[j];
-        add_to(sum[0], first, wx[j]);
-        add_product(sum[1], first, wx[j], x[j]);
-        const float q = rounded_code(x[j], coding.slope, coding.start, levels) - from;
-        const float weighted = w[j] * q;
-        add_to(sum[2], first, weighted);
-        add_product(sum[3], first, weighted, q);
-        add_product(sum[4], first, weighted, x[j]);
+      [&](int j, bool first, float (&sum)[2]) {
+        rx[j] = root[j] * x[j];
+        add_product(sum[0], first, root[j], rx[j]);
+        add_product(sum[1], first, rx[j], rx[j]);
       },
       sums);
   const float rest = sums[0] * inverse_weight;
-  const float variance = fmaf(sums[1], inverse_weight, -rest * rest);
-  refit(code_moments(sums[2], sums[3], sums[4], rest, inverse_weight), rest, middle, fit);
-  return {rest, variance};
+  return {rest, fmaf(sums[1], inverse_weight, -rest * rest)};
 }
 
 /// Codes and scales, from column scales that are in effect (put_col_scale); `known` and the largest
@@ -425,21 +422,20 @@ __device__ __forceinline__ RowMoments fit_codes(const float (&x)[kStrip], const 
 template <class Shape>
 __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory, const Tokens<Shape>& tokens,
                                              bool known) {
-  const float levels = tokens.levels();
-  const float middle = static_cast<float>(1 << (tokens.bits - 1));
-  const float from = kRounding + middle;
+  // Codes are in units, and so are the scales of memory.fit; those of memory.out are not.
+  const float levels = tokens.levels() * kUnit;
 
   // Every row's codes and least squares, twice; and the columns, by the codes that the last least
   // squares were taken from.
   {
     const Strip<Shape> at;
     const StripPlaces<Shape> places(at);
-    const int last = place<Shape>(at.row(0), tokens.last_col());
+    const int last = first_place(at, tokens.last_col());
     const float inverse_last = memory.inverse[tokens.last_col()];
     const float inverse_weight = inverse_or_0(sum_of_warps<Shape>(memory.stat[2]));
     const float first_scale = kept(divide(start_range(tokens.bits, Shape::kCols), levels));
-    float w[kStrip];
-    load_cols(memory.weight, at, w);
+    float root[kStrip];
+    load_cols(memory.root, at, root);
     float sums[2][kStrip] = {};
 #pragma unroll 1
     for (int step = 0; step < kSteps; ++step) {
@@ -455,27 +451,27 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory, const To
         fit.scale = first_scale * (range.hi - range.lo);
         fit.offset = (range.lo + range.hi - fit.scale * levels) / 2;
       }
-      float unused[kStrip];
-      const auto [rest, variance] =
-          fit_codes<Shape>(x, w, levels, middle, inverse_weight, fit, unused);
+      float rx[kStrip];
       float q[kStrip];
-      refit(moments_of_codes<Shape>(x, w, coding_of(fit, levels), levels, from, rest,
-                                    inverse_weight, q),
-            rest, middle, fit);
+      const auto [rest, variance] = weigh<Shape>(root, x, inverse_weight, rx);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        refit_codes<Shape>(x, root, rx, levels, rest, inverse_weight, fit, q);
+      }
 
       // Rows count by the inverse of their variance, lest one massive token decide. One that is
       // constant but for rounding errors must not either.
       const float true_mean = mean + rest;
       const float spread_of_row = fmaxf(variance, kMeanFloor * kMeanFloor * true_mean * true_mean);
       const float share = tokens.row_counts(row) && spread_of_row >= kSmallest
-                              ? square_root(inverse(spread_of_row))
+                              ? inverse_square_root(spread_of_row)
                               : 0.f;
       const float y_scale = fit.scale * share;
-      const float y_offset = fmaf(middle, y_scale, (fit.offset + mean) * share);
+      const float y_offset = (fit.offset + mean) * share;
       const float x_offset = mean * share;
 #pragma unroll
       for (int j = 0; j < kStrip; ++j) {
-        const float y = fmaf(q[j], y_scale, y_offset);
+        const float y = fmaf(q[j] - 1.f, y_scale, y_offset);
         sums[0][j] = fmaf(y, fmaf(x[j], share, x_offset), sums[0][j]);
         sums[1][j] = fmaf(y, y, sums[1][j]);
       }
@@ -493,8 +489,8 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory, const To
     float scale = 1.f;
     float moved = 0.f;
     if (n < Shape::kCols) {
-      const float products = col_total<Shape>(memory.partial, 0);
-      const float squares = col_total<Shape>(memory.partial, 1);
+      const float products = col_total<Shape>(memory.partial, 0, n);
+      const float squares = col_total<Shape>(memory.partial, 1, n);
       const float before = memory.col_scale[n];
       scale = before;
       if (squares > 0.f) {
@@ -513,9 +509,9 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory, const To
   const float inverse_weight = inverse_or_0(sum_of_warps<Shape>(memory.stat[2]));
   const Strip<Shape> at;
   const StripPlaces<Shape> places(at);
-  float w[kStrip];
-  load_cols(memory.weight, at, w);
   {
+    float root[kStrip];
+    load_cols(memory.root, at, root);
     const float move = sum_of_warps<Shape>(memory.stat[3]) * inverse_weight;
     float sums[1][kStrip] = {};
     float counted = 0.f;
@@ -529,25 +525,26 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory, const To
       fit.offset += before - mean;
       float x[kStrip];
       load_centred(memory, at, places, step, mean, x);
-      float wx[kStrip];
-      const auto [rest, variance] = fit_codes<Shape>(x, w, levels, middle, inverse_weight, fit, wx);
+      float rx[kStrip];
       float q[kStrip];
+      const auto [rest, variance] = weigh<Shape>(root, x, inverse_weight, rx);
+      refit_codes<Shape>(x, root, rx, levels, rest, inverse_weight, fit, q);
       Affine out = fit;
-      restore_gain(products_of_codes<Shape>(x, w, wx, coding_of(fit, levels), levels, from, rest,
+      restore_gain(products_of_codes<Shape>(x, root, rx, coding_of(fit, levels), levels, rest,
                                             inverse_weight, q),
-                   rest, variance, middle, out);
+                   rest, variance, out);
+      out.scale *= kUnit;
       if (tokens.are_cols) {
         const bool raised = raise_scale(true, mean + rest, tokens.bits, out);
         if (__any_sync(0xffffffffu, raised)) {
-          const Affine coded = {raised ? out.scale : fit.scale, raised ? out.offset : fit.offset};
+          const Affine coded = {raised ? out.scale / kUnit : fit.scale,
+                                raised ? out.offset : fit.offset};
           const Coding coding = coding_of(coded, levels);
 #pragma unroll
           for (int j = 0; j < kStrip; ++j) {
-            q[j] = rounded_code(x[j], coding.slope, coding.start, levels) - from;
+            q[j] = rounded_code(x[j], coding.slope, coding.start, levels);
           }
         }
-#pragma unroll
-        for (float& code : q) code += from;
         put_codes(memory, tokens, at, row, q);
         if (at.first_of_row()) memory.out[row] = {out.scale, out.offset + mean};
         most = fmaxf(most, out.scale);
@@ -555,12 +552,12 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory, const To
         const bool counts = tokens.row_counts(row) && out.scale > 0.f;
         if (counts && at.first_of_row()) counted += 1.f;
         const float half_inverse = counts ? 0.5f * inverse_or_0(out.scale) : 0.f;
-        const float minus_half = counts ? -0.5f : 0.f;
-        const float offset = fmaf(middle, minus_half, fmaf(-out.offset, half_inverse, 0.5f));
+        const float minus_half = counts ? -0.5f / kUnit : 0.f;
+        const float offset = fmaf(-out.offset, half_inverse, 0.5f);
 #pragma unroll
         for (int j = 0; j < kStrip; ++j) {
           // The error in codes, -1 .. 1, as 0 .. 1.
-          sums[0][j] += __saturatef(fmaf(q[j], minus_half, fmaf(x[j], half_inverse, offset)));
+          sums[0][j] += __saturatef(fmaf(q[j] - 1.f, minus_half, fmaf(x[j], half_inverse, offset)));
         }
         __syncwarp();
         if (at.first_of_row()) {
@@ -583,12 +580,16 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory, const To
   // V: the codes once more, such that the error of each channel has no mean.
   if (const int n = own_thread(); n < Shape::kCols) {
     const float count = sum_of_warps<Shape>(memory.stat[4]);
-    const float error = 2.f * (col_total<Shape>(memory.partial, 0) - 0.5f * Shape::kRows);
-    memory.shift[n] = count > 0.f ? divide(error, count * levels) : 0.f;
+    const float error = 2.f * (col_total<Shape>(memory.partial, 0, n) - 0.5f * Shape::kRows);
+    memory.shift[n] = count > 0.f ? divide(error, count * tokens.levels()) : 0.f;
   }
   __syncthreads();
   float shift[kStrip];
   load_cols(memory.shift, at, shift);
+  float w[kStrip];
+  load_cols(memory.root, at, w);
+#pragma unroll
+  for (float& root : w) root *= root;
   float most = 0.f;
 #pragma unroll 1
   for (int step = 0; step < kSteps; ++step) {
@@ -605,19 +606,19 @@ __device__ __forceinline__ void fit_unbiased(TileMemory<Shape>& memory, const To
     row_sums<Shape>(
         [&](int j, bool first, float (&sum)[2]) {
           q[j] = rounded_code(x[j], coding.slope, fmaf(shift[j], shifted, coding.start), levels);
-          const float code = q[j] - from;
-          const float weighted = w[j] * code;
+          const float weighted = code_times(w[j], q[j]);
           add_to(sum[0], first, weighted);
           add_product(sum[1], first, weighted, x[j]);
         },
         of_row);
     Affine out = fit;
     restore_gain(code_moments(of_row[0], 0.f, of_row[1], rest, inverse_weight), rest,
-                 memory.variance[row], middle, out);
+                 memory.variance[row], out);
+    out.scale *= kUnit;
     const bool counts = tokens.row_counts(row);
     const bool raised = raise_scale(counts, mean + rest, tokens.bits, out);
     if (__any_sync(0xffffffffu, raised || !counts)) {
-      if (raised) coding = coding_of(out, levels);
+      if (raised) coding = coding_of(out, tokens.levels());
       if (!counts) coding = {0.f, 0.f};
       if (raised || !counts) shifted = 0.f;
 #pragma unroll

@@ -51,6 +51,25 @@ __device__ __forceinline__ float square_root(float x) {
   return y;
 }
 
+__device__ __forceinline__ float inverse_square_root(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// log2(x) of a normal number > 0 and 2^x, within 2^-22; exact where they are integers.
+__device__ __forceinline__ float log2_of(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float power_of_2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 /// For bytes that a kernel uses once: pieces of 16 bytes are not kept in L1.
 template <class T, int N>
 __device__ __forceinline__ Vector<T, N> load_once(const T* p) {

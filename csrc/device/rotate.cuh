@@ -60,16 +60,21 @@ struct ProductPlace {
   }
 };
 
-/// One head's keys or values of one tile: token g at data + g * token_stride.
-struct TokenRows {
-  const void* data;
-  int64_t token_stride;  ///< elements
+/// What the keys or values of all tiles are like.
+struct TokenFormat {
   DType dtype;
   bool rotated;  ///< already
   bool aligned;  ///< every token starts at a multiple of 16 bytes
 
   /// Whether tokens are copied as they are.
   __device__ __forceinline__ bool whole() const { return aligned && dtype != DType::kFloat32; }
+};
+
+/// One head's keys or values of one tile: token g at data + g * token_stride.
+struct TokenRows {
+  TokenFormat like;
+  const void* data;
+  int64_t token_stride;  ///< elements
 };
 
 /// Tokens, of 16-bit numbers, lie in the gaps of a tile's shared memory: the second kGap bytes of
@@ -123,10 +128,10 @@ __device__ __forceinline__ void limit_bf16(uint4& stored) {
   stored = {limit(chunk.x), limit(chunk.y), limit(chunk.z), limit(chunk.w)};
 }
 
-/// Calls each(place among the chunks of shared memory, distance from in.data) for a thread's share
-/// of the chunks of whole tokens.
+/// Calls each(place among the chunks of shared memory, distance from the first token) for a
+/// thread's share of the chunks of whole tokens.
 template <int kDim, int kGap, int kTokens, int kThreads, class Each>
-__device__ __forceinline__ void for_chunks(const TokenRows& in, const Each& each) {
+__device__ __forceinline__ void for_chunks(int64_t token_stride, const Each& each) {
   constexpr int kChunks = kDim / 8;
   constexpr int kStep = kThreads / kChunks;  // tokens
   constexpr int kUnlike = kStep < 16 ? 16 / kStep : 1;
@@ -134,7 +139,7 @@ __device__ __forceinline__ void for_chunks(const TokenRows& in, const Each& each
   const unsigned thread = own_thread();
   const unsigned chunk = thread % kChunks;
   const unsigned token = thread / kChunks;
-  const int64_t from = token * in.token_stride + chunk * 8;
+  const int64_t from = token * token_stride + chunk * 8;
   unsigned places[kUnlike];
 #pragma unroll
   for (int k = 0; k < kUnlike; ++k) places[k] = chunk_place<kDim, kGap>(token + k * kStep, chunk);
@@ -142,14 +147,14 @@ __device__ __forceinline__ void for_chunks(const TokenRows& in, const Each& each
   for (int k = 0; k < kTokens / kStep; ++k) {
     each(places[k % kUnlike] +
              spread_over_gaps<kGap>(k / kUnlike * (kUnlike * kStep * 2 * kDim)) / 16,
-         from + k * kStep * in.token_stride);
+         from + k * kStep * token_stride);
   }
 }
 
 /// Starts to bring whole tokens.
 template <int kDim, int kGap, int kTokens, int kThreads>
 __device__ __forceinline__ void bring_tokens(const TokenRows& in, uint4* shared) {
-  for_chunks<kDim, kGap, kTokens, kThreads>(in, [&](unsigned place, int64_t from) {
+  for_chunks<kDim, kGap, kTokens, kThreads>(in.token_stride, [&](unsigned place, int64_t from) {
     copy_async_16(shared + place, static_cast<const uint16_t*>(in.data) + from);
   });
   copy_async_commit();
@@ -157,11 +162,11 @@ __device__ __forceinline__ void bring_tokens(const TokenRows& in, uint4* shared)
 
 /// Those that this thread brought are there.
 template <int kDim, int kGap, int kTokens, int kThreads>
-__device__ __forceinline__ void receive_tokens(const TokenRows& in, uint4* shared) {
+__device__ __forceinline__ void receive_tokens(const TokenFormat& like, uint4* shared) {
   copy_async_wait<0>();
-  if (in.dtype != DType::kBFloat16) return;
+  if (like.dtype != DType::kBFloat16) return;
   for_chunks<kDim, kGap, kTokens, kThreads>(
-      in, [&](unsigned place, int64_t) { limit_bf16(shared[place]); });
+      0, [&](unsigned place, int64_t) { limit_bf16(shared[place]); });
 }
 
 /// The same for unaligned tokens, and for one of the three planes of fp32.
@@ -174,12 +179,12 @@ __device__ __forceinline__ void load_plane(const TokenRows& in, int plane, uint4
     const int channel = i % kDim;
     const int64_t from = token * in.token_stride + channel;
     uint16_t bits;
-    if (in.dtype == DType::kFloat32) {
+    if (in.like.dtype == DType::kFloat32) {
       bits = __bfloat16_as_ushort(
           bf16_part(limit_input(static_cast<const float*>(in.data)[from]), plane));
     } else {
       bits = static_cast<const uint16_t*>(in.data)[from];
-      if (in.dtype == DType::kBFloat16) {
+      if (in.like.dtype == DType::kBFloat16) {
         bits = __bfloat16_as_ushort(
             __float2bfloat16_rn(limit_input(__uint_as_float(uint32_t{bits} << 16))));
       }
@@ -216,10 +221,21 @@ __device__ __forceinline__ uint32_t of_span(uint32_t pair, unsigned to, unsigned
   return pair ^ turned(to & from);
 }
 
-/// x += matrix times tokens (K), over the channels of each sixteen. Of an accumulator, channel = 8
-/// * half + lane / 4 and k = 8 * high + 2 * (lane % 4). Of 256 channels, those of both halves with
-/// the same number in theirs add up.
-template <int kDim, int kGap, bool kBFloat16>
+/// x = a * b, or is added to.
+template <bool kBFloat16>
+__device__ __forceinline__ void multiply(bool add, float* x, const uint32_t (&a)[4], uint32_t b0,
+                                         uint32_t b1) {
+  if (add) {
+    mma_m16n8k16<kBFloat16>(x, a, b0, b1);
+  } else {
+    mma_m16n8k16_of_0<kBFloat16>(x, a, b0, b1);
+  }
+}
+
+/// x = matrix times tokens (K), over the channels of each sixteen; if kAdd, added to x. Of an
+/// accumulator, channel = 8 * half + lane / 4 and k = 8 * high + 2 * (lane % 4). Of 256 channels,
+/// those of both halves with the same number in theirs add up.
+template <int kDim, int kGap, bool kBFloat16, bool kAdd>
 __device__ __forceinline__ void multiply_keys(const uint4* shared, bool rotated,
                                               float (&x)[kElements]) {
   using Place = ProductPlace<kDim>;
@@ -246,15 +262,15 @@ __device__ __forceinline__ void multiply_keys(const uint4* shared, bool rotated,
       uint32_t b[4];
       load_matrix_x4(b, (from ^ spread_over_gaps<kGap>(32 * sixteen)) +
                             spread_over_gaps<kGap>(u / Place::kSixteens * 16 * (2 * kDim)));
-      mma_m16n8k16<kBFloat16>(x + element(u, 0, 0), a, b[0], b[1]);
-      mma_m16n8k16<kBFloat16>(x + element(u, 0, 2), a, b[2], b[3]);
+      multiply<kBFloat16>(kAdd || span > 0, x + element(u, 0, 0), a, b[0], b[1]);
+      multiply<kBFloat16>(kAdd || span > 0, x + element(u, 0, 2), a, b[2], b[3]);
     }
   }
 }
 
-/// x += tokens times matrix (V): channel = 4 * (n / 2) + e with e = 2 * (accumulator) + n % 2 and
-/// n = lane / 4; k is as for K.
-template <int kDim, int kGap, bool kBFloat16>
+/// x = tokens times matrix (V); if kAdd, added to x: channel = 4 * (n / 2) + e with e = 2 *
+/// (accumulator) + n % 2 and n = lane / 4; k is as for K.
+template <int kDim, int kGap, bool kBFloat16, bool kAdd>
 __device__ __forceinline__ void multiply_values(const uint4* shared, bool rotated,
                                                 float (&x)[kElements]) {
   using Place = ProductPlace<kDim>;
@@ -281,9 +297,19 @@ __device__ __forceinline__ void multiply_values(const uint4* shared, bool rotate
       uint32_t a[4];
       load_matrix_x4(a, (from ^ spread_over_gaps<kGap>(32 * sixteen)) +
                             spread_over_gaps<kGap>(u / Place::kSixteens * 16 * (2 * kDim)));
-      mma_m16n8k16<kBFloat16>(x + element(u, 0, 0), a, b[0], b[1]);
-      mma_m16n8k16<kBFloat16>(x + element(u, 0, 2), a, b[2], b[3]);
+      multiply<kBFloat16>(kAdd || span > 0, x + element(u, 0, 0), a, b[0], b[1]);
+      multiply<kBFloat16>(kAdd || span > 0, x + element(u, 0, 2), a, b[2], b[3]);
     }
+  }
+}
+
+template <int kDim, int kGap, bool kMayBeKey, bool kMayBeValue, bool kBFloat16, bool kAdd>
+__device__ __forceinline__ void multiply_tokens(bool key, const uint4* shared, bool rotated,
+                                                float (&x)[kElements]) {
+  if (kMayBeKey && (!kMayBeValue || key)) {
+    multiply_keys<kDim, kGap, kBFloat16, kAdd>(shared, rotated, x);
+  } else {
+    multiply_values<kDim, kGap, kBFloat16, kAdd>(shared, rotated, x);
   }
 }
 
@@ -429,36 +455,41 @@ __device__ __forceinline__ void put_tile(bool key, int tokens, const float (&x)[
   put_energies(at, key, tokens, x, energies);
 }
 
-/// The rotated tile of keys or values in shared memory, and the energies of its tokens. Whole
-/// tokens have been asked for by bring_tokens. They lie where the tile will be. Ends with a
-/// barrier.
-template <class Shape, int kGap, bool kMayBeKey, bool kMayBeValue>
-__device__ __forceinline__ void load_rotated(const TokenRows& in, bool key, uint4* shared,
-                                             float* tile, float* energies) {
+/// The rotated tile of keys or values in shared memory, and the energies of its tokens, which are
+/// as `like` says. Whole tokens have been asked for by bring_tokens, others are what find()
+/// returns. They lie where the tile will be. Ends with a barrier.
+template <class Shape, int kGap, bool kMayBeKey, bool kMayBeValue, class Find>
+__device__ __forceinline__ void load_rotated(const TokenFormat& like, const Find& find, bool key,
+                                             uint4* shared, float* tile, float* energies) {
   constexpr int kDim = kMayBeKey ? Shape::kRows : Shape::kCols;
   constexpr int kTokens = kMayBeKey ? Shape::kCols : Shape::kRows;
-  const bool half_precision = in.dtype == DType::kFloat16;
-  const int planes = in.dtype == DType::kFloat32 ? 3 : 1;
-  if (in.whole()) receive_tokens<kDim, kGap, kTokens, Shape::kThreads>(in, shared);
+  const auto load = [&](int plane) {
+    load_plane<kDim, kGap, kTokens, Shape::kThreads>(find(), plane, shared);
+  };
+  if (like.whole()) {
+    receive_tokens<kDim, kGap, kTokens, Shape::kThreads>(like, shared);
+  } else {
+    load(0);
+  }
+  __syncthreads();
   float x[kElements];
-#pragma unroll
-  for (int i = 0; i < kElements; ++i) x[i] = 0;
+  if (like.dtype == DType::kFloat16) {
+    multiply_tokens<kDim, kGap, kMayBeKey, kMayBeValue, false, false>(key, shared, like.rotated, x);
+  } else {
+    multiply_tokens<kDim, kGap, kMayBeKey, kMayBeValue, true, false>(key, shared, like.rotated, x);
+  }
+  __syncthreads();
+  if (like.dtype == DType::kFloat32) {
 #pragma unroll 1
-  for (int plane = 0; plane < planes; ++plane) {
-    if (!in.whole()) load_plane<kDim, kGap, kTokens, Shape::kThreads>(in, plane, shared);
-    __syncthreads();
-    if constexpr (kMayBeKey) {
-      if (key && half_precision) multiply_keys<kDim, kGap, false>(shared, in.rotated, x);
-      if (key && !half_precision) multiply_keys<kDim, kGap, true>(shared, in.rotated, x);
+    for (int plane = 1; plane < 3; ++plane) {
+      load(plane);
+      __syncthreads();
+      multiply_tokens<kDim, kGap, kMayBeKey, kMayBeValue, true, true>(key, shared, like.rotated, x);
+      __syncthreads();
     }
-    if constexpr (kMayBeValue) {
-      if (!key && half_precision) multiply_values<kDim, kGap, false>(shared, in.rotated, x);
-      if (!key && !half_precision) multiply_values<kDim, kGap, true>(shared, in.rotated, x);
-    }
-    __syncthreads();
   }
   // What becomes of x is there twice, so that it need not be in the same registers in both.
-  if (in.rotated) {
+  if (like.rotated) {
     put_tile<Shape, kDim, kMayBeKey, kMayBeValue>(key, kTokens, x, tile, energies);
   } else {
     join_sixteens<kDim>(orthonormal_scale(kDim), x);

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "device/numeric.cuh"
 #include "kvarn/layout.h"
 
 namespace kvarn::device {
@@ -99,15 +100,28 @@ __device__ __forceinline__ int code_place(bool key, int row, int col) {
   return row * (4 * Shape::kCols) + (row & 16) * 4 + (col ^ (key ? (row & 8) / 2 : row & 32));
 }
 
-/// Where a lane's chunks of its first row are in the tile; those of another row are kStepRows rows
-/// on.
+/// Where a number of a lane's first row is in the tile, in bytes: one instruction makes of it where
+/// that of another row is, kStepRows rows on.
+template <class Shape>
+__device__ __forceinline__ int first_place(const Strip<Shape>& at, int col) {
+  return place<Shape>(at.row(0), col) * static_cast<int>(sizeof(float));
+}
+
+template <class Shape, class T>
+__device__ __forceinline__ const T& number_of_step(const float* tile, int first_place, int step) {
+  constexpr int kStepBytes = Shape::kStepPlaces * static_cast<int>(sizeof(float));
+  return *reinterpret_cast<const T*>(reinterpret_cast<const char*>(tile) +
+                                     (first_place + step * kStepBytes));
+}
+
+/// The same of a lane's chunks.
 template <class Shape>
 struct StripPlaces {
   int of[kChunks];
 
   __device__ __forceinline__ explicit StripPlaces(const Strip<Shape>& at) {
 #pragma unroll
-    for (int k = 0; k < kChunks; ++k) of[k] = place<Shape>(at.row(0), at.col(k));
+    for (int k = 0; k < kChunks; ++k) of[k] = first_place(at, at.col(k));
   }
 };
 
@@ -116,8 +130,7 @@ __device__ __forceinline__ void load_strip(const float* tile, const StripPlaces<
                                            int step, float (&x)[kStrip]) {
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
-    const float4 four =
-        *reinterpret_cast<const float4*>(tile + places.of[k] + step * Shape::kStepPlaces);
+    const float4 four = number_of_step<Shape, float4>(tile, places.of[k], step);
     x[4 * k] = four.x, x[4 * k + 1] = four.y, x[4 * k + 2] = four.z, x[4 * k + 3] = four.w;
   }
 }
@@ -143,25 +156,34 @@ __device__ __forceinline__ void load_cols(const float* from, const Strip<Shape>&
   }
 }
 
-/// What the lanes of a row have of each of their kSteps rows -> all of row own_row(). `join` must
-/// not depend on the order. Half the rows go at each of two steps, so that a lane is left with one.
-template <class Shape, class T, class Join>
-__device__ __forceinline__ T row_total(const Strip<Shape>& at, const T (&part)[kSteps],
-                                       const Join& join) {
+/// Which of a lane's steps is number k where all of its rows are in registers: in lanes of other
+/// numbers another one, so that row_total adds up the same registers in all of them.
+template <class Shape>
+__device__ __forceinline__ int step_of(const Strip<Shape>& at, int k) {
+  return k ^ at.in_row % kSteps;
+}
+
+/// What the lanes of a row have of each of their kSteps rows, in the order of step_of -> all of row
+/// own_row(). `join` must not depend on the order. Half the rows go at each of two steps, so that a
+/// lane is left with one.
+template <class T, class Join>
+__device__ __forceinline__ T row_total(int lanes, const T (&part)[kSteps], const Join& join) {
   static_assert(kSteps == 4);
-  const bool high = at.in_row & 2;
-  const bool odd = at.in_row & 1;
-  const T even_total =
-      join(high ? part[2] : part[0], __shfl_xor_sync(0xffffffffu, high ? part[0] : part[2], 2));
-  const T odd_total =
-      join(high ? part[3] : part[1], __shfl_xor_sync(0xffffffffu, high ? part[1] : part[3], 2));
-  T total = join(odd ? odd_total : even_total,
-                 __shfl_xor_sync(0xffffffffu, odd ? even_total : odd_total, 1));
+  const T even = join(part[0], __shfl_xor_sync(0xffffffffu, part[2], 2));
+  const T odd = join(part[1], __shfl_xor_sync(0xffffffffu, part[3], 2));
+  T total = join(even, __shfl_xor_sync(0xffffffffu, odd, 1));
 #pragma unroll
-  for (int distance = 4; distance < Shape::kLanes; distance *= 2) {
+  for (int distance = 4; distance < lanes; distance *= 2) {
     total = join(total, __shfl_xor_sync(0xffffffffu, total, distance));
   }
   return total;
+}
+
+/// A number of row own_row() -> that of each row of the lane, in the order of step_of.
+__device__ __forceinline__ void share_with_rows(float of_own, float (&of)[kSteps]) {
+  of[0] = of_own;
+#pragma unroll
+  for (int k = 1; k < kSteps; ++k) of[k] = __shfl_xor_sync(0xffffffffu, of_own, k);
 }
 
 /// Sums along a row, of which add(j, first, sums) adds element j; the first one sets them. All its
@@ -277,10 +299,10 @@ __device__ __forceinline__ void put_col_sums(const Strip<Shape>& at, float (&sum
   }
 }
 
-/// Sum `q` of column threadIdx.x, for its line thread.
+/// Sum `q` of a column.
 template <class Shape>
-__device__ __forceinline__ float col_total(const float* partial, int q) {
-  const float* const first = partial + q * Shape::kPartials * Shape::kCols + own_thread();
+__device__ __forceinline__ float col_total(const float* partial, int q, int col) {
+  const float* const first = partial + q * Shape::kPartials * Shape::kCols + col;
   float total = first[0];
 #pragma unroll
   for (int i = 1; i < Shape::kPartials; ++i) total += first[i * Shape::kCols];
@@ -327,6 +349,21 @@ struct Affine {
   float offset;
 };
 
+/// How many numbers a row or a column has that count, to divide by.
+struct Length {
+  float inverse_of;
+  float inverse_less_one;  ///< 0 of one number, which has no deviation
+
+  __device__ __forceinline__ explicit Length(float n)
+      : inverse_of(inverse(n)), inverse_less_one(n < 2.f ? 0.f : inverse(n - 1.f)) {}
+};
+
+/// What the passes of the normalization along rows, or along columns, divide by.
+struct alignas(16) Divisors {
+  Length length;
+  float factor;  ///< over the scale: what the tile is multiplied by
+};
+
 /// Shared memory of a block that works on a tile.
 template <class Shape>
 struct TileMemory {
@@ -340,12 +377,13 @@ struct TileMemory {
     uint8_t
         codes[4 * Shape::kRows * Shape::kCols];  ///< at code_place(), over the numbers of their row
   };
-  unsigned part;  ///< which one the block works on
+  unsigned part;   ///< which one the block works on
+  uint8_t* to[2];  ///< where the K and the V part go that are being made; null: nowhere
   alignas(16) float partial[2 * Shape::kPartials *
                             Shape::kCols];  ///< sums of columns, of some rows each
 
   float inverse[Shape::kCols];  ///< 1 / column scale
-  float weight[Shape::kCols];   ///< of a column in the fit of a row
+  float root[Shape::kCols];     ///< of the weight of a column in the fit of a row
   float shift[Shape::kCols];    ///< of codes, of a column
   float col_scale[Shape::kCols];
 
@@ -362,7 +400,10 @@ struct TileMemory {
   bool live[kTokens];
 
   alignas(16) float stat[kStats][(Shape::kWarps + 3) / 4 * 4];
-  float inverse_last_row;  ///< factor / scale of the last row, in the normalization
+  Divisors of_rows;  ///< in the normalization, as what follows
+  Divisors of_cols;
+  float inverse_last_row;  ///< factor / scale of the last row
+  float best[2];           ///< imbalance of the best round, after even and odd ones
   int live_tokens;
   int last_live;  ///< 0 if none is
 };
@@ -387,7 +428,7 @@ struct Tokens {
   __device__ __forceinline__ float col_length() const {
     return static_cast<float>(are_cols ? Shape::kRows : live());
   }
-  __device__ __forceinline__ bool row_counts(int row) const { return are_cols || memory.live[row]; }
+  __device__ __forceinline__ bool row_counts(int row) const { return are_cols | memory.live[row]; }
   __device__ __forceinline__ bool col_counts(int col) const {
     return !are_cols || memory.live[col];
   }
