@@ -21,6 +21,8 @@ pytestmark = pytest.mark.cuda
 DEVICE = "cuda"
 K4V2 = Format("kvarn_k4v2_g128", head_dim=128)
 ON_CUDA = [fmt for fmt in FORMATS if fmt.head_dim <= 256]
+#: Query heads a KV head, query tokens of a sequence: more rows than a warp has.
+MANY_ROWS = ((1, 17), (5, 4), (1, 31), (4, 8), (1, 33), (6, 8), (4, 16), (13, 5), (8, 16), (3, 70))
 RATIOS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 33, 71)
 #: Whose usual step has a kernel of twelve warps, or one with a ring of one record a warp.
 MORE_WARPS = [
@@ -113,10 +115,13 @@ def test_fault13_every_format(fmt: Format, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", ["kvarn_k4v2_g128", "kvarn_k8v4_g64"])
-def test_twice_the_error_of_16_bit_attention(name: str, head_dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("most", [8, 20, 40])  # query tokens
+def test_twice_the_error_of_16_bit_attention(
+    most: int, name: str, head_dim: int, dtype: torch.dtype
+) -> None:
     case = Case(Format(name, head_dim=head_dim), [700, 64, 1000], kv_heads=2, dtype=dtype)
-    queries = [8, 1, 2]
-    q = torch.randn(11, 8, head_dim).to(dtype)
+    queries = [most, 1, 2]
+    q = torch.randn(sum(queries), 8, head_dim).to(dtype)
     out, _ = decode(case, q, queries)
     exact, _ = expected(case, q, queries)
     naive = naive16(case, q, queries)
@@ -126,11 +131,14 @@ def test_twice_the_error_of_16_bit_attention(name: str, head_dim: int, dtype: to
 
 @pytest.mark.parametrize("staging", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("query", [torch.float16, torch.bfloat16])
-def test_staging_and_queries_of_any_two_dtypes(query: torch.dtype, staging: torch.dtype) -> None:
+@pytest.mark.parametrize("count", [3, 12, 30])
+def test_staging_and_queries_of_any_two_dtypes(
+    count: int, query: torch.dtype, staging: torch.dtype
+) -> None:
     case = Case(K4V2, [300], dtype=staging)
-    q = torch.randn(3, 2, 128).to(query)
+    q = torch.randn(count, 2, 128).to(query)
     eps = max(torch.finfo(query).eps, torch.finfo(staging).eps)
-    assert_near(decode(case, q, [3]), expected(case, q, [3]), eps)
+    assert_near(decode(case, q, [count]), expected(case, q, [count]), eps)
 
 
 @pytest.mark.parametrize("scale", [2.0**-12, 1.0, 2.0**12])
@@ -167,14 +175,15 @@ def test_fault04_nothing_to_see() -> None:
 
 @pytest.mark.parametrize("size", [1e4, -1e4])
 @pytest.mark.parametrize("causal", [True, False])
-def test_fault04_large_logits(size: float, causal: bool) -> None:
+@pytest.mark.parametrize("queries", [4, 16, 32])
+def test_fault04_large_logits(size: float, causal: bool, queries: int) -> None:
     key = torch.randn(1, 128, 1, 128) * 0.1
     key[..., 0] = torch.linspace(0.5, 1.0, 128)[None, :, None]
     cache = ops.quantize_tiles(key, torch.randn(1, 128, 1, 128), K4V2)
     table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([128], dtype=torch.int32)
-    q = torch.zeros(4, 2, 128, dtype=torch.float16)
+    q = torch.zeros(queries, 2, 128, dtype=torch.float16)
     q[..., 0] = size
-    call: dict[str, Any] = {"cu_query_lens": offsets([4]), "causal": causal, "sm_scale": 1.0}
+    call: dict[str, Any] = {"cu_query_lens": offsets([queries]), "causal": causal, "sm_scale": 1.0}
     args: dict[str, Any] = {
         "cache": cache,
         "block_table": table,
@@ -221,11 +230,14 @@ def test_fault03_nan_reaches_only_those_who_see_it() -> None:
 
 
 @pytest.mark.parametrize("split", [None, 128, 384])
-def test_fault07_run_to_run_and_batch(split: int | None) -> None:
+@pytest.mark.parametrize("ratio", [3, 8, 20])
+def test_fault07_run_to_run_and_batch(ratio: int, split: int | None) -> None:
     lengths, queries = [1500, 1, 129, 0, 700], [3, 1, 5, 2, 1]
     case = Case(K4V2, lengths, kv_heads=2, dtype=torch.float16)
-    q = torch.randn(sum(queries), 6, 128).half()
-    options: dict[str, Any] = {"split_tokens": split, "window_left": 1300, "sinks": torch.randn(6)}
+    heads = 2 * ratio
+    q = torch.randn(sum(queries), heads, 128).half()
+    sinks = torch.randn(heads)
+    options: dict[str, Any] = {"split_tokens": split, "window_left": 1300, "sinks": sinks}
     together = decode(case, q, queries, **options)
     for _ in range(3):
         again = decode(case, q, queries, **options)
@@ -303,13 +315,37 @@ def test_fault07_a_staged_tile_that_some_rows_do_not_see(fmt: Format) -> None:
 # Shapes
 
 
-@pytest.mark.parametrize("name", ["kvarn_k4v2_g128", "kvarn_k3v4_g64"])
-def test_fault08_every_length(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "heads"), [("kvarn_k4v2_g128", 2), ("kvarn_k4v2_g128", 4), ("kvarn_k3v4_g64", 2)]
+)
+def test_fault08_every_length(name: str, heads: int) -> None:
     # Lengths 1..300, each with 1..16 query tokens, in one call for each number of query tokens.
     fmt, longest = Format(name, head_dim=128), 300
     case = Case(fmt, list(range(1, longest + 1)), dtype=torch.float16, first_staged=False)
     for count in range(1, 17):
-        check(case, 2, [count] * longest)
+        check(case, heads, [count] * longest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("ratio", "tokens"), MANY_ROWS)
+def test_many_rows(ratio: int, tokens: int, dtype: torch.dtype) -> None:
+    # Equal and ragged ones: the kernel is chosen by the mean. A sequence is shorter than its
+    # queries, one is empty.
+    lengths = [700, 128, 15, 0, 1025]
+    case = Case(K4V2, lengths, kv_heads=2, dtype=dtype, staged=(2,), first_staged=False)
+    for queries in ([tokens] * 5, [2 * tokens, 1, tokens, 0, 2 * tokens - 1]):
+        check(case, 2 * ratio, queries)
+        check(case, 2 * ratio, queries, window_left=200, logits_soft_cap=20.0, causal=False)
+
+
+@pytest.mark.parametrize("tokens", [16, 32, 64])
+def test_rows_of_very_different_size(tokens: int) -> None:
+    case = Case(K4V2, [515, 130], kv_heads=1, dtype=torch.float16)
+    size = 2.0 ** -(torch.arange(2 * tokens) % 17)
+    q = (torch.randn(2 * tokens, 1, 128) * size[:, None, None]).half()
+    q[3] = 0
+    result = decode(case, q, [tokens, tokens])
+    assert_near(result, expected(case, q, [tokens, tokens]), 1e-3)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -456,10 +492,11 @@ def test_fault11_a_million_tokens(split: int | None) -> None:
     assert_near((out, lse), (once, once_lse + math.log(length // period)), 1e-3)
 
 
-def test_fault12_views() -> None:
+@pytest.mark.parametrize("q_heads", [4, 16, 40])
+def test_fault12_views(q_heads: int) -> None:
     fmt = K4V2
     case = Case(fmt, [300, 0, 77], kv_heads=2, dtype=torch.bfloat16)
-    tokens, q_heads, queries = 6, 4, [4, 1, 1]
+    tokens, queries = 6, [4, 1, 1]
     fused = torch.randn(tokens, q_heads + 5, 128).bfloat16()
     plain = decode(case, fused[:, 3 : 3 + q_heads], queries)
     q = fused.to(DEVICE)[:, 3 : 3 + q_heads]
@@ -527,8 +564,9 @@ def several() -> Case:
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [-1, 0, 1, 100, 128, 200, 1000])
-def test_window(several: Case, causal: bool, window: int) -> None:
-    check(several, 2, [40, 3, 1, 2, 1], causal=causal, window_left=window)
+@pytest.mark.parametrize("q_heads", [2, 6, 14])
+def test_window(several: Case, causal: bool, window: int, q_heads: int) -> None:
+    check(several, q_heads, [40, 3, 1, 2, 1], causal=causal, window_left=window)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -545,16 +583,17 @@ def test_fault10_a_window_beyond_the_context_is_none(window: int, causal: bool) 
 @pytest.mark.parametrize("cap", [0.0, 0.5, 30.0])
 @pytest.mark.parametrize("window", [-1, 150])
 @pytest.mark.parametrize("sinks", [None, torch.float32, torch.float16])
-@pytest.mark.parametrize("split", [None, 128])
+@pytest.mark.parametrize(("split", "q_heads"), [(None, 4), (None, 6), (None, 16), (128, 6)])
 def test_options_together(
-    several: Case, cap: float, window: int, sinks: torch.dtype | None, split: int | None
-) -> None:
+    several: Case, cap: float, window: int, sinks: torch.dtype | None, split: int | None,
+    q_heads: int,
+) -> None:  # fmt: skip
     options: dict[str, Any] = {"logits_soft_cap": cap, "window_left": window, "sm_scale": 0.2}
     if sinks is not None:
-        options["sinks"] = torch.randn(6).to(sinks)
+        options["sinks"] = torch.randn(q_heads).to(sinks)
     if split is not None:
         options["split_tokens"] = split
-    check(several, 6, [20, 3, 1, 2, 1], **options)
+    check(several, q_heads, [20, 3, 1, 2, 1], **options)
 
 
 def test_fault26_every_option_acts() -> None:
@@ -606,12 +645,13 @@ def test_opcheck(op: str) -> None:
 
 
 @pytest.mark.parametrize("split", [None, 256])
-def test_fault21_graph_equals_eager(split: int | None) -> None:
+@pytest.mark.parametrize("q_heads", [16, 64, 128])
+def test_fault21_graph_equals_eager(q_heads: int, split: int | None) -> None:
     # Captured for four rows; replayed with other lengths, blocks and queries, and with fewer live
     # rows, whose table entries are then out of range.
     case = Case(K4V2, [900, 300, 129, 1], kv_heads=2, dtype=torch.float16, staged=(1,))
     other = Case(K4V2, [128, 1000, 5, 640], kv_heads=2, dtype=torch.float16, seed=1)
-    q = torch.randn(4, 16, 128).half().to(DEVICE)
+    q = torch.randn(4, q_heads, 128).half().to(DEVICE)
     width = max(case.block_table.shape[1], other.block_table.shape[1])
     blocks = max(len(case.cache), len(other.cache))
     slots = max(len(case.staging), len(other.staging))
@@ -644,7 +684,7 @@ def test_fault21_graph_equals_eager(split: int | None) -> None:
         captured = call()
     for step in range(4):
         load(case if step % 2 else other)
-        q.copy_(torch.randn(4, 16, 128))
+        q.copy_(torch.randn(4, q_heads, 128))
         if step >= 2:
             lens[2:] = 0
             table[2:] = paged_cases.POISON_BLOCK

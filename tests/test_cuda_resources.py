@@ -20,7 +20,7 @@ LIBRARY = Path(kvarn.__file__).parent / "_ops_cuda.so"
 KERNELS = (
     "hadamard_kernel", "normalize_kernel", "pack_kernel", "quantize_kernel", "dequantize_kernel",
     "pack_records_kernel", "unpack_records_kernel", "append_kernel",
-    "decode_kernel", "gather_kernel", "merge_kernel",
+    "decode_kernel", "decode_group_kernel", "gather_kernel", "merge_kernel",
 )  # fmt: skip
 
 

@@ -23,6 +23,11 @@ template <int kDim>
 struct AnyFormat;
 template <class F, int kBlocks>
 Status launch_decode(const DecodeParams& p, const DecodePlan& plan, int grid, int shared_bytes);
+template <int kKeyBits, int kValueBits, int kRowBlocks>
+Status launch_decode_group(const DecodeParams& p, const DecodePlan& plan, int grid,
+                           int shared_bytes);
+template <int kRowBlocks>
+int decode_group_bytes();
 
 namespace {
 
@@ -122,6 +127,27 @@ struct RowShape {
   int rows() const { return blocks * parts * device::kBlockRows; }
 };
 
+/// Whether warpgroups work on the rows (decode_group_kernel.cuh), and how many 8-row blocks a team
+/// has; up to 16 rows, warps are faster. It needs no more workspace than warps do.
+struct GroupShape {
+  int row_blocks = 0;    ///< 0: no warpgroups
+  int shared_bytes = 0;  ///< of a block
+
+  GroupShape(const DecodeParams& p, const RowShape& shape, const Device& device) {
+    // With splits kernels must agree bit for bit.
+    if (shape.rows() <= 2 * device::kBlockRows || p.split_tokens != 0 ||
+        !(p.kv.format == Format{4, 2, 128, 128}) ||
+        (p.kv.staging.data != nullptr && p.kv.staging.dtype != p.dtype)) {
+      return;
+    }
+    const int blocks = std::min(shape.rows() / device::kBlockRows, 8);
+    shared_bytes = blocks == 4 ? decode_group_bytes<4>() : decode_group_bytes<8>();
+    if (shared_bytes > 0 && shared_bytes + kDecodeStaticBytes <= device.shared_of_block) {
+      row_blocks = blocks;
+    }
+  }
+};
+
 /// Of the rows of a warp.
 int64_t state_bytes(const Format& f, const RowShape& shape) {
   return int64_t{kWarpLanes} * shape.blocks * (f.head_dim / kFragmentDim + 1) *
@@ -159,9 +185,9 @@ uint64_t inverse_of(int shares) {
 
 /// The largest number of blocks whose equal shares begin and end with items, or that divide each
 /// item among as many blocks, if all items are equal; 0 if that leaves too many blocks idle.
-int aligned_blocks(const DecodeWorkspaceParams& p, const RowShape& shape, int grid) {
+int aligned_blocks(const DecodeWorkspaceParams& p, int item_rows, int grid) {
   const int64_t rows = (p.tokens + p.seqs - 1) / p.seqs * (p.q_heads / p.kv_heads);
-  const int64_t items = p.seqs * p.kv_heads * ((rows + shape.rows() - 1) / shape.rows());
+  const int64_t items = p.seqs * p.kv_heads * ((rows + item_rows - 1) / item_rows);
   const int64_t of_block = (items + grid - 1) / grid;
   const int64_t blocks = items < grid ? grid / items * items : items / of_block;
   const bool exact = items < grid || items % of_block == 0;
@@ -331,6 +357,7 @@ Status decode_attention(const DecodeParams& p) {
   DecodePlan plan{};
   plan.heads_per_kv = p.q_heads / p.kv.kv_heads;
   const RowShape shape(sizes);
+  const GroupShape group(p, shape, device);
   plan.row_parts = shape.parts;
   plan.parts_shift = shape.parts_shift;
   plan.rows_shift = shape.parts_shift + device::kBlockRowsShift + (shape.blocks - 1);
@@ -365,6 +392,10 @@ Status decode_attention(const DecodeParams& p) {
                                std::to_string(plan.stage_bytes) + " bytes");
   }
   plan.stages = usual ? 2 : std::min(room / (plan.teams * plan.stage_bytes), kMaxStages / warps);
+  if (group.row_blocks > 0) {  // the kernel has the rest as constants
+    plan.teams = group_teams(group.row_blocks);
+    plan.rows_shift = group_rows_shift(group.row_blocks);
+  }
   // Units of the whole batch, at most: a staged tile is no more than eight.
   constexpr int64_t kMoreUnits = 3 * 8 + kItemUnits;
   const int64_t units = p.kv.seqs * p.kv.kv_heads * (tiles_of(f, p.max_seq_len) + kMoreUnits);
@@ -385,7 +416,8 @@ Status decode_attention(const DecodeParams& p) {
       reinterpret_cast<float4*>(memory + workspace.flag_bytes + workspace.piece_bytes);
   const int grid = device.multiprocessors;
   plan.inverse_shares = inverse_of(grid * plan.teams);
-  plan.aligned_shares = static_cast<unsigned>(aligned_blocks(sizes, shape, grid) * plan.teams);
+  plan.aligned_shares =
+      static_cast<unsigned>(aligned_blocks(sizes, 1 << plan.rows_shift, grid) * plan.teams);
   if (plan.aligned_shares > 0) {
     plan.inverse_aligned = inverse_of(static_cast<int>(plan.aligned_shares));
   }
@@ -393,6 +425,11 @@ Status decode_attention(const DecodeParams& p) {
   // Where the rings were, the join has what each warp keeps.
   const int64_t kept_bytes = splits ? state_bytes(f, shape) : row_piece_bytes(f, shape);
   const int shared_bytes = std::max(ring_bytes, static_cast<int>(warps * kept_bytes));
+  if (group.row_blocks > 0) {
+    const auto launch =
+        group.row_blocks == 4 ? launch_decode_group<4, 2, 4> : launch_decode_group<4, 2, 8>;
+    return launch(p, plan, grid, group.shared_bytes);
+  }
   const auto go = [&](auto launch) { return launch(p, plan, grid, shared_bytes); };
   if (usual && splits) {
 #define KVARN_LAUNCH(k, v, g, d, one) \

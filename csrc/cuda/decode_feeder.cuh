@@ -7,6 +7,51 @@
 
 namespace kvarn::cuda {
 
+/// A feeder in shared memory, for a warp that needs its registers meanwhile.
+struct alignas(16) ParkedFeeder {
+  int4 words[3];
+  const uint8_t* record[kWarpLanes];
+  int slot[kWarpLanes];
+};
+
+/// What the first warp of a team needs of a parked feeder while tiles are like each other: records
+/// of one piece that have been looked up, none of them its first or last. A stage is filled again
+/// when the team is known to have used it up, while it works on the next.
+struct FeederRun {
+  const uint8_t* record;  ///< as in Feeder
+  int next;
+  int index;  ///< lane that knows where the next one is
+  int stage;
+  int flags;
+  int bytes;
+  int left = 0;          ///< records to be brought
+  bool is_none = true;   ///< nothing has been brought
+  bool waiting = false;  ///< a stage has been used up and not been filled again
+
+  /// The team has used up a stage; whether it will be filled without the feeder.
+  __device__ __forceinline__ bool use_up() {
+    if (left == 0 || waiting) return false;
+    waiting = true;
+    return true;
+  }
+
+  __device__ __forceinline__ void replace(DecodeShared& shared, uint8_t* rings, int stage_bytes,
+                                          int team, int stages, int lane) {
+    if (!waiting) return;
+    waiting = false;
+    const int at = team * stages + stage;
+    if (lane == index) {
+      shared.tile[at] = {next, -1, flags};
+      device::barrier_arrive(&shared.told[at]);
+      device::RingCopy::copy(rings + at * stage_bytes, record, bytes, &shared.full[at], 0);
+    }
+    ++next;
+    ++index;
+    --left;
+    if (++stage == stages) stage = 0;
+  }
+};
+
 /// Of the first warp of a team, all lanes together. Tiles are looked up as many of a piece at a
 /// time as there are lanes: lane i knows where tile first_ + i lies, and copies it.
 ///
@@ -70,6 +115,69 @@ class Feeder {
         ++ahead_;
       }
     }
+  }
+
+  /// Of a team of several warps, when at most one stage has not been filled.
+  __device__ __forceinline__ FeederRun begin_run() const {
+    FeederRun run;
+    // Copies of every lane, or by elements, are not for runs.
+    if (!device::RingCopy::kOneLane || !plan_.records_aligned || ahead_ < plan_.stages - 1 ||
+        (flags_ & (kEnd | kFirstTile | kPartOfTile)) != 0 || next_ == found_) {
+      return run;
+    }
+    const unsigned staged = staged_ahead_ >> (next_ - first_);
+    const int records = staged == 0 ? kWarpLanes : __ffs(static_cast<int>(staged)) - 1;
+    run.left = max(min(min(found_ - next_, end_of_piece() - 1 - next_), records), 0);
+    run.record = record_;
+    run.next = next_;
+    run.index = next_ - first_;
+    run.stage = stage_;
+    run.flags = flags_;
+    run.bytes = record_bytes_;
+    run.is_none = run.left == 0;
+    run.waiting = ahead_ < plan_.stages;
+    return run;
+  }
+
+  /// When a stage has been used up that the run does not fill again.
+  __device__ __forceinline__ void end_run(const FeederRun& run) {
+    if (run.is_none) {
+      --ahead_;
+      return;
+    }
+    lap_ += static_cast<unsigned>((stage_ + run.next - next_) / plan_.stages);
+    next_ = run.next;
+    stage_ = run.stage;
+    ahead_ = plan_.stages - (run.waiting ? 2 : 1);
+  }
+
+  __device__ __forceinline__ void park(ParkedFeeder& to) const {
+    __syncwarp();
+    if (lane_ == 0) {
+      to.words[0] = {ahead_, stage_, static_cast<int>(lap_), next_};
+      to.words[1] = {token_, first_, found_, flags_};
+      to.words[2] = {static_cast<int>(staged_ahead_), run_from_, 0, 0};
+    }
+    to.record[lane_] = record_;
+    to.slot[lane_] = slot_;
+    __syncwarp();
+  }
+  __device__ __forceinline__ void unpark(const ParkedFeeder& from) {
+    const int4 a = from.words[0];
+    const int4 b = from.words[1];
+    const int4 c = from.words[2];
+    ahead_ = a.x;
+    stage_ = a.y;
+    lap_ = static_cast<unsigned>(a.z);
+    next_ = a.w;
+    token_ = b.x;
+    first_ = b.y;
+    found_ = b.z;
+    flags_ = b.w;
+    staged_ahead_ = static_cast<unsigned>(c.x);
+    run_from_ = c.y;
+    record_ = from.record[lane_];
+    slot_ = from.slot[lane_];
   }
 
   /// The warp has used up a stage.

@@ -375,12 +375,13 @@ __device__ __forceinline__ uint64_t number_now(uint64_t launch) {
 }
 
 /// All that the teams of a block, and the blocks, have of the same items. last_pieces: of the
-/// block's warps, in shared memory, piece_stride vectors apart.
+/// block's warps, in shared memory, piece_stride vectors apart. kOfBlock: pieces of a block
+/// in plan.warp_pieces.
 ///
 /// Border b is that before team b. A run of borders that cut the same item makes one piece of it.
 /// If the item begins and ends in this block that is all of it. If not, the piece goes to the block
 /// where the item ends, which adds up all of them: it has started after the others.
-template <int kDim, int kBlocks, int kWarps>
+template <int kDim, int kBlocks, int kWarps, int kOfBlock = kWarps>
 __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodePlan& plan,
                                             const DecodeShared& shared, int teams,
                                             const float4* last_pieces, int piece_stride, int lane) {
@@ -408,8 +409,9 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
             strip) *
            kStripWords;
   };
-  // Without cu_query_lens a warp that has all rows has all of `rows`.
-  const bool may_lack_rows = p.cu_query_lens.data != nullptr || parts > 1;
+  // Without cu_query_lens a warp that has all rows of its item has all of `rows`.
+  const bool may_lack_rows =
+      p.cu_query_lens.data != nullptr || parts > 1 || plan.heads_per_kv > Piece::kRows;
   const auto rows_of = [&](int seq, int head, int row_block, int part) {
     return RowPlace(p, plan, seq, head, row_block, part, Piece::kRows);
   };
@@ -455,7 +457,7 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
       const float4* const cut = last_pieces + (from * parts + part) * piece_stride;
       const float4* const ended =
           plan.warp_pieces +
-          (static_cast<int>(blockIdx.x) * kWarps + b * parts + part) * int64_t{Piece::kVectors};
+          (static_cast<int>(blockIdx.x) * kOfBlock + b * parts + part) * int64_t{Piece::kVectors};
       const int stride = parts * piece_stride;
       const uint64_t number = number_now(plan.launch);
       JoinedRow<kOfLane> joined;

@@ -64,6 +64,12 @@ constexpr KVARN_HD bool staged_part_fits(const Format& format) {
   return part <= layout.value_codes && part <= layout.bytes - layout.value_codes;
 }
 
+/// The shape of decode_group_kernel.cuh, for so many blocks of 8 rows (4 or 8): teams of a block,
+/// as many as the registers allow; stages of their rings; log2 of the rows of a row block.
+constexpr KVARN_HD int group_teams(int row_blocks) { return row_blocks < 8 ? 3 : 2; }
+inline constexpr int kGroupStages = 3;
+constexpr KVARN_HD int group_rows_shift(int row_blocks) { return row_blocks < 8 ? 5 : 6; }
+
 /// What the host adds to the params.
 struct DecodePlan {
   int heads_per_kv;
@@ -93,7 +99,7 @@ struct DecodePlan {
   uint64_t launch;      ///< a number that no flag or word has by chance
   uint64_t* flags;      ///< with splits, of blocks: [grid]
   float4* pieces;       ///< with splits: [units][row_parts]; of blocks: [grid][2][row_parts], words
-  float4* warp_pieces;  ///< [grid][warps]
+  float4* warp_pieces;  ///< [grid][warps], or teams of warpgroups
 };
 
 /// The case of most decode steps: one query token a sequence, a warp for its rows, 32-bit indices

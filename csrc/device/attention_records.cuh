@@ -42,6 +42,13 @@ __device__ __forceinline__ uint32_t multiply_half2(uint32_t a, uint32_t b) {
   return reinterpret_cast<const uint32_t&>(product);
 }
 
+__device__ __forceinline__ uint32_t multiply_add_half2(uint32_t a, uint32_t b, uint32_t c) {
+  const __half2 sum =
+      __hfma2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b),
+              reinterpret_cast<const __half2&>(c));
+  return reinterpret_cast<const uint32_t&>(sum);
+}
+
 /// Eight fp16 numbers.
 __device__ __forceinline__ void unpack_half8(uint4 bits, float (&v)[8]) {
   const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
