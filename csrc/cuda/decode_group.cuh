@@ -495,13 +495,10 @@ class GroupWorker {
       device::group_multiply<kRowBlocks>(query, c * kSteps, a[c % 2], scores);
     }
     const int token = lane_ / 4 * 8 + 2 * warp_;  // first of its two of 64
-    const float unit = key_norm.inverse * static_cast<float>(1 << device::kKeyExponent);
+    const float unit = key_norm.inverse * device::kGroupUnit;
     float to_logit[device::kGroupTiles][2];
     load_pairs(at + layout.key_token_scale + 2 * token, 2 * device::kHalfTokens,
                kPlain ? unit * memory_.scale[0] : unit, to_logit);
-    constexpr device::CodeBits code(kKeyBits);
-#pragma unroll
-    for (auto& pair : to_logit) pair[1] *= code.row_factor(1) / code.row_factor(0);
     const Visible any = seen().any;
     const device::Normalizer token_norm = device::normalizer(device::largest_half(
         at + layout.value_token_scale, kFormat.group, lane_, [&](int pair, uint32_t bits) {
@@ -553,7 +550,7 @@ class GroupWorker {
     }
     float scale[device::kGroupTiles][2];
     load_pairs(at + layout.value_channel_scale + 2 * first_channel(), 4,
-               token_norm.inverse * static_cast<float>(1 << device::kValueExponent), scale);
+               token_norm.inverse * device::kGroupUnit, scale);
     device::wgmma_wait<0>();
     device::pin(sums);
     add_values<kPlain>(first_token, scale, sums);

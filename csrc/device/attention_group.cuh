@@ -3,8 +3,8 @@
 //
 // As in attention_records.cuh tokens (K) and channels (V) are the M side, query rows the N side.
 // The warps divide M: each dequantizes its own codes, once for all rows, straight into the
-// registers of the A operand. Zero points, and the scales of the channels of K, are put on with one
-// instruction a pair of codes:
+// registers of the A operand. Zero points, and the scales of the channels of K, are put on with an
+// instruction each a pair of codes:
 //
 //   scores[token][row] = K'[token][channel] * Q[channel][row]     K' = (code + zero) * channel
 //   scale out[channel][row] += V'[channel][token] * P'[token][row]      V' = (code + zero) *
@@ -156,16 +156,23 @@ __device__ __forceinline__ uint64_t operand_descriptor(const uint8_t* operands) 
 template <int kRowBlocks>
 inline constexpr uint64_t kStepDescriptor = 2 * kRowBlocks * kMatrixBytes / 16;
 
-/// Register `reg` of fragment `index` of some words: subnormal numbers, see CodeBits.
-template <int kBits>
-__device__ __forceinline__ uint32_t group_field(const uint32_t* words, int index, int reg) {
-  return code_field<kBits>(words, index * kFragmentRegisters + reg, CodeBits(kBits).at(reg));
-}
+/// A is (code + zero point) / 512, and of K times a scale. (In fp16 the sum is as exact as the zero
+/// point; scale * zero point would be rounded, alike for all tokens of a record.)
+inline constexpr float kGroupUnit = 512.f;
+inline constexpr uint32_t kGroupUnitHalf = 0x18001800u;  ///< its inverse
 
-/// 2^exponent in both halves.
-constexpr KVARN_HD uint32_t power_half2(int exponent) {
-  return exponent >= -14 ? 0x00010001u * static_cast<uint32_t>((exponent + 15) << 10)
-                         : 0x00010001u * (1u << (exponent + 24));  // subnormal
+/// (code + zero point) / 512 of fragment `index` of some words. zero: by half of the columns, times
+/// kGroupUnitHalf.
+template <int kBits>
+__device__ __forceinline__ void group_fragment(const uint32_t* words, int index,
+                                               const uint32_t (&zero)[2], uint32_t (&a)[4]) {
+  constexpr CodeBits code(kBits);
+#pragma unroll
+  for (int i = 0; i < kFragmentRegisters; ++i) {
+    const uint32_t field = code_field<kBits>(words, index * kFragmentRegisters + i, code.at(i));
+    const uint32_t to_unit = 0x00010001u * static_cast<uint32_t>((30 - code.at(i)) << 10);
+    a[i] = multiply_add_half2(field, to_unit, zero[i / 2]);
+  }
 }
 
 /// A of some steps, which are made and multiplied together.
@@ -194,9 +201,6 @@ __device__ __forceinline__ void group_multiply(uint64_t operands, int first, Gro
   wgmma_commit();
 }
 
-inline constexpr int kKeyExponent = 16;   ///< 2^16 K' is what its normalizer makes of it
-inline constexpr int kValueExponent = 9;  ///< and 2^9 V' is code + zero
-
 /// What A of the first product is made of: two steps of 16 channels, rows 16 * m + .. of tokens
 /// 64m + 8r + 2 * warp + i.
 template <int kBits>
@@ -221,33 +225,25 @@ struct KeyChunk {
     }
   }
 
-  /// norm: of the normalizer of K. Rows of odd tokens are 2^CodeBits::row times as large.
+  /// norm: of the normalizer of K.
   __device__ __forceinline__ void make(uint32_t norm, GroupChunk<2>& a) const {
-    constexpr CodeBits at(kBits);
-    constexpr int kFromField = 24 - kKeyExponent;
     const uint32_t s[] = {scales.x, scales.y, scales.z, scales.w};
     const uint32_t z[] = {zero_points.x, zero_points.y, zero_points.z, zero_points.w};
-    uint32_t scale[4], zero[4][2];
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const uint32_t normal = multiply_half2(s[k], norm);  // below 2^7
-      const uint32_t product = multiply_half2(z[k], normal);
-      scale[k] = multiply_half2(normal, power_half2(kFromField));
+    for (int step = 0; step < 2; ++step) {
+      uint32_t scale[2], zero[2];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        zero[k][i] = multiply_half2(product, power_half2(i * at.row - kKeyExponent));
+      for (int k = 0; k < 2; ++k) {
+        scale[k] = multiply_half2(s[2 * step + k], norm);
+        zero[k] = multiply_half2(z[2 * step + k], kGroupUnitHalf);
       }
-    }
 #pragma unroll
-    for (int m = 0; m < kGroupTiles; ++m) {
-      const uint32_t own[] = {words[m].x, words[m].y};
-#pragma unroll
-      for (int step = 0; step < 2; ++step) {
+      for (int m = 0; m < kGroupTiles; ++m) {
+        const uint32_t own[] = {words[m].x, words[m].y};
+        group_fragment<kBits>(own, step, zero, a[step][m]);
 #pragma unroll
         for (int i = 0; i < kFragmentRegisters; ++i) {
-          const int k = 2 * step + i / 2;
-          a[step][m][i] =
-              multiply_add_half2(group_field<kBits>(own, step, i), scale[k], zero[k][i % 2]);
+          a[step][m][i] = multiply_half2(a[step][m][i], scale[i / 2]);
         }
       }
     }
@@ -286,25 +282,19 @@ struct ValueChunk {
   /// kFiniteOnly: zero points that are not finite are 0.
   template <bool kFiniteOnly>
   __device__ __forceinline__ void make(GroupChunk<2>& a) const {
-    constexpr CodeBits at(kBits);
 #pragma unroll
-    for (int s = 0; s < 2; ++s) {
-      const uint32_t low = s == 0 ? zero_points[0].x : zero_points[0].y;
-      const uint32_t high = s == 0 ? zero_points[1].x : zero_points[1].y;
+    for (int step = 0; step < 2; ++step) {
+      const uint32_t low = step == 0 ? zero_points[0].x : zero_points[0].y;
+      const uint32_t high = step == 0 ? zero_points[1].x : zero_points[1].y;
       uint32_t zero[2] = {__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632)};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if constexpr (kFiniteOnly) zero[i] = finite_halves(zero[i]);
-        zero[i] = multiply_half2(zero[i], power_half2(-kValueExponent));
+        zero[i] = multiply_half2(zero[i], kGroupUnitHalf);
       }
 #pragma unroll
       for (int m = 0; m < kGroupTiles; ++m) {
-#pragma unroll
-        for (int i = 0; i < kFragmentRegisters; ++i) {
-          const uint32_t to_unit = power_half2(24 - kValueExponent - at.at(i));
-          a[s][m][i] =
-              multiply_add_half2(group_field<kBits>(&words[s], m, i), to_unit, zero[i / 2]);
-        }
+        group_fragment<kBits>(&words[step], m, zero, a[step][m]);
       }
     }
   }
