@@ -45,6 +45,7 @@ struct FeederRun {
       device::barrier_arrive(&shared.told[at]);
       device::RingCopy::copy(rings + at * stage_bytes, record, bytes, &shared.full[at], 0);
     }
+    __syncwarp();
     ++next;
     ++index;
     --left;

@@ -174,6 +174,7 @@ class GroupWorker {
       }
       if (lane_ % 4 == 0) memory_.scale[block * device::kBlockRows + lane_ / 4] = scale_of(e);
     }
+    device::operand_fence();
     sync();
   }
 
@@ -279,7 +280,7 @@ class GroupWorker {
     for (int b = 0; b < kRowBlocks; ++b) {
       const float2 top = top_of(b);
       most[b] = {fmaxf(scores[0][b][0], scores[0][b][2]), fmaxf(scores[0][b][1], scores[0][b][3])};
-      grows |= most[b].x > top.x + kGrowth || most[b].y > top.y + kGrowth;
+      grows |= most[b].x - top.x > kGrowth || most[b].y - top.y > kGrowth;
     }
     if (__any_sync(device::kAllLanes, grows)) {
 #pragma unroll
@@ -391,7 +392,7 @@ class GroupWorker {
   /// Of a chunk of A: as many as there are registers for.
   static constexpr int kSteps = 2;
   static constexpr int kLeastExponent = 64;
-  static constexpr float kNoTop = -1e30f;  ///< below all logits: whatever comes is growth
+  static constexpr float kNoTop = -3e38f;  ///< below all logits: whatever comes is growth
   /// Of a lane's four probabilities of a row: below it, they times a weight below 2^7 are fp16.
   static constexpr float kMostSum = 256.f;
   /// How far logits may be above a row's reference, so that few tiles change it: with some room for
@@ -591,8 +592,8 @@ class GroupWorker {
   /// The references of two rows' exponentials, if `most` is too far above them.
   __device__ __forceinline__ void raise_top(int b, float2 most) {
     const float2 old = top_of(b);
-    const float2 top = {most.x > old.x + kGrowth ? most.x : old.x,
-                        most.y > old.y + kGrowth ? most.y : old.y};
+    const float2 top = {most.x - old.x > kGrowth ? most.x : old.x,
+                        most.y - old.y > kGrowth ? most.y : old.y};
     __syncwarp();
     if (lane_ < 4) memory_.top[warp_][b][lane_] = top;
     __syncwarp();
@@ -610,14 +611,15 @@ class GroupWorker {
     }
   }
 
-  /// P' of a record. Whether a row's logits have outgrown its reference shows in the sums: until
-  /// all threads agree that none have, the result is not used.
+  /// P' of a record. Whether a row's logits have outgrown its reference shows in the sums: if any
+  /// have, it is made once more, of logits that are rounded as the references are (those of 2^27
+  /// and more differ by more than kGrowth from products that are not).
   template <bool kPlain>
-  __device__ __forceinline__ void probabilities(const Operand& scores,
-                                                const float (&to_logit)[device::kGroupTiles][2],
+  __device__ __forceinline__ void probabilities(Operand& scores,
+                                                float (&to_logit)[device::kGroupTiles][2],
                                                 const float (&weight)[device::kGroupTiles][2]) {
     float sum[kRowBlocks][2];
-    for (;;) {
+    for (bool again = false;; again = true) {
       bool grows = false;
       float2 top[kRowBlocks];
 #pragma unroll
@@ -657,15 +659,24 @@ class GroupWorker {
 #pragma unroll
       for (int b = 0; b < kRowBlocks; ++b) grows |= fmaxf(sum[b][0], sum[b][1]) > kMostSum;
       device::operand_fence();
-      if (__builtin_expect(!sync_any(grows), 1)) break;
-      raise_tops(scores, to_logit);
+      if (__builtin_expect(!sync_any(grows && !again), 1)) break;
+#pragma unroll
+      for (int m = 0; m < device::kGroupTiles; ++m) {
+#pragma unroll
+        for (auto& block : scores[m]) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) block[i] *= to_logit[m][i / 2];
+        }
+        to_logit[m][0] = to_logit[m][1] = 1.f;
+      }
+      raise_tops(scores);
     }
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) add(own_sum(b), sum[b]);
   }
 
-  __device__ __forceinline__ void raise_tops(const Operand& scores,
-                                             const float (&to_logit)[device::kGroupTiles][2]) {
+  /// By the logits of a record.
+  __device__ __forceinline__ void raise_tops(const Operand& logits) {
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) {
       float most[2];
@@ -674,7 +685,7 @@ class GroupWorker {
         float m = device::negative_infinity();
 #pragma unroll
         for (int i = 0; i < 2 * device::kGroupTiles; ++i) {
-          m = fmaxf(m, scores[i / 2][b][i % 2 * 2 + k] * to_logit[i / 2][i % 2]);
+          m = fmaxf(m, logits[i / 2][b][i % 2 * 2 + k]);
         }
         most[k] = device::max_over_tokens(m);
       }

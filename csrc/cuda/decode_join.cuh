@@ -459,7 +459,8 @@ __device__ __forceinline__ void join_shares(const DecodeParams& p, const DecodeP
           plan.warp_pieces +
           (static_cast<int>(blockIdx.x) * kOfBlock + b * parts + part) * int64_t{Piece::kVectors};
       const int stride = parts * piece_stride;
-      const uint64_t number = number_now(plan.launch);
+      const uint64_t number =
+          __shfl_sync(device::kAllLanes, number_now(plan.launch), 0);  // one for the whole row
       JoinedRow<kOfLane> joined;
       const auto load = [&](const float4* piece, float2& tops, float (&values)[kOfLane]) {
         tops = Piece::tops(piece)[row];
