@@ -8,7 +8,7 @@
 // rounds of the normalization have it in registers: they are one short loop all the same, and two
 // loads of the tile a round kept shared memory as busy as the schedulers.
 //
-// Measured there: 147 ns a record in closed form, 230 with 4 rounds, 197 for minmax with 8. A form
+// Measured there: 144 ns a record in closed form, 229 with 4 rounds, 195 for minmax with 8. A form
 // a little before took 94 (closed form) and 150 instructions (4 rounds) an element and issued on
 // 66 and 65 % of the cycles; the row fits, more than half of the time in closed form, on 87 %
 // (docs/design.md).
