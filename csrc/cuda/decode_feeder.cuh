@@ -126,8 +126,7 @@ class Feeder {
         (flags_ & (kEnd | kFirstTile | kPartOfTile)) != 0 || next_ == found_) {
       return run;
     }
-    const unsigned staged = staged_ahead_ >> (next_ - first_);
-    const int records = staged == 0 ? kWarpLanes : __ffs(static_cast<int>(staged)) - 1;
+    const int records = records_ahead();
     run.left = max(min(min(found_ - next_, end_of_piece() - 1 - next_), records), 0);
     run.record = record_;
     run.next = next_;
@@ -201,8 +200,7 @@ class Feeder {
     const int group = 1 << plan_.group_shift;
     const int from = max(run_from_, (seen.begin + group - 1) >> plan_.group_shift);
     if (tile < from) return 0;
-    const unsigned staged = staged_ahead_ >> (next_ - first_);
-    const int records = staged == 0 ? kWarpLanes : __ffs(static_cast<int>(staged)) - 1;
+    const int records = records_ahead();
     return max(min(min(found_ - next_, end_of_piece() - 1 - next_),
                    min(records, (seen.end >> plan_.group_shift) - tile)),
                0);
@@ -324,6 +322,12 @@ class Feeder {
     flags_ = (flags_ & ~(kFirstTile | kPartOfTile)) | kPending | (is_whole ? 0 : kPartOfTile);
   }
 
+  /// Of the tiles from the next one on that have been looked up, those before a staged one.
+  __device__ __forceinline__ int records_ahead() const {
+    const unsigned staged = staged_ahead_ >> (next_ - first_);
+    return staged == 0 ? kWarpLanes : __ffs(static_cast<int>(staged)) - 1;
+  }
+
   __device__ __forceinline__ int end_of_piece() const { return shared_.cursor[team_].tile_end; }
 
   /// Of the next tile, if it is staged, from token_ on; else 0.
@@ -386,7 +390,7 @@ class Feeder {
       return;
     }
     copy.by_elements(stage, values, lane_);
-    device::fence_before_copies();
+    device::fence_for_async_proxy();
     __syncwarp();
     if (lane_ == 0) device::RingCopy::arrive_alone(full);
   }
@@ -419,7 +423,7 @@ class Feeder {
       return;
     }
     if (from != nullptr) device::copy_bytes(to, from + begin, bytes, lane_);
-    device::fence_before_copies();
+    device::fence_for_async_proxy();
     __syncwarp();
     if (lane_ == 0) device::RingCopy::arrive_alone(full);
   }

@@ -3,8 +3,8 @@
 // The state of all rows is divided by channels: warp w of four has 32 of the 128 channels,
 // 64 * (w / 2) + 8r + 4 * (w % 2) + 0..3 in lane (r, t), and every row. Over a record, the warps
 // divide the tokens in the first product and the channels in the second; probabilities pass between
-// them through shared memory, as does the query, scaled for the record. Staged tokens are few, so
-// every warp makes all their probabilities for itself.
+// them through shared memory, where the query is too. Staged tokens are few, so every warp makes
+// all their probabilities for itself.
 #pragma once
 
 #include <cstdint>
@@ -153,7 +153,7 @@ class GroupWorker {
       float v[kDim / 4];
       words[o].to_float(p_.dtype, 0, v);
       const int e = is_even ? most : exponent[o];
-      float normalizer = copysignf(__int_as_float((257 - e) << 23), p_.sm_scale);
+      float normalizer = query_factor(p_, e);
       if (rotated) {
         device::butterfly_registers<1, kDim / 4>(v);
         device::butterfly_lanes<1, 4>(v, lane_);
@@ -172,9 +172,11 @@ class GroupWorker {
         device::store_matrix(memory_.query + (i * kRowBlocks + block) * device::kMatrixBytes,
                              packed[i / 4][i % 4], lane_);
       }
-      if (lane_ % 4 == 0) memory_.scale[block * device::kBlockRows + lane_ / 4] = scale_of(e);
+      if (lane_ % 4 == 0) {
+        memory_.scale[block * device::kBlockRows + lane_ / 4] = score_scale(p_, e);
+      }
     }
-    device::operand_fence();
+    device::fence_for_async_proxy();
     sync();
   }
 
@@ -248,7 +250,7 @@ class GroupWorker {
         const int end = min(max(seen.end - first_token, begin), kStagedTokens);
         return (1u << end) - (1u << begin);
       };
-      // See TileWorker::staged.
+      // See TileWorker::staged_sums.
       kept = tokens_of(seen().any);
       const unsigned some = kept & ~tokens_of(seen().all);
       if (some != 0) not_finite = device::find_not_finite<kBFloat16, kDim>(values, some, lane_);
@@ -446,11 +448,6 @@ class GroupWorker {
     return 64 * (warp_ / 2) + lane / 4 * 8 + 4 * (warp_ % 2);
   }
 
-  __device__ __forceinline__ float scale_of(int exponent) const {
-    return fmaxf(fabsf(p_.sm_scale) * __int_as_float((exponent - 3) << 23) * device::kLog2e,
-                 1.17549435e-38f);  // never -infinity * 0
-  }
-
   /// Pairs of 16-bit numbers, `stride` bytes apart, times `factor`.
   __device__ __forceinline__ static void load_pairs(const uint8_t* at, int stride, float factor,
                                                     float (&v)[device::kGroupTiles][2]) {
@@ -575,9 +572,8 @@ class GroupWorker {
           for (int i = 0; i < 2; ++i) {
             float& s = scores[m][b][2 * i + k];
             s *= to_logit[m][i] * scale;
-            if (p_.logits_soft_cap != 0.f) {  // tanh(x) = 1 - 2 / (2^(2 x log2(e)) + 1)
-              const float e = device::exp2_fast(s * __fdividef(2.f, p_.logits_soft_cap));
-              s = p_.logits_soft_cap * device::kLog2e * (1.f - __fdividef(2.f, e + 1.f));
+            if (p_.logits_soft_cap != 0.f) {
+              s = soft_capped(s, p_.logits_soft_cap, __fdividef(2.f, p_.logits_soft_cap));
             }
             const int t = token(m, i);
             if (!all_seen && (t < seen.begin || t >= seen.end)) s = device::negative_infinity();
@@ -658,7 +654,7 @@ class GroupWorker {
       }
 #pragma unroll
       for (int b = 0; b < kRowBlocks; ++b) grows |= fmaxf(sum[b][0], sum[b][1]) > kMostSum;
-      device::operand_fence();
+      device::fence_for_async_proxy();
       if (__builtin_expect(!sync_any(grows && !again), 1)) break;
 #pragma unroll
       for (int m = 0; m < device::kGroupTiles; ++m) {

@@ -125,6 +125,24 @@ struct QueryWords {
   }
 };
 
+/// A query row is multiplied by a power of two that brings its largest element, of this exponent of
+/// fp32, to 8..16, and by the sign of sm_scale; the scores are multiplied by the rest.
+__device__ __forceinline__ float query_factor(const DecodeParams& p, int exponent) {
+  return copysignf(__int_as_float((257 - exponent) << 23), p.sm_scale);
+}
+__device__ __forceinline__ float score_scale(const DecodeParams& p, int exponent) {
+  const float inverse = __int_as_float((exponent - 3) << 23);
+  return fmaxf(fabsf(p.sm_scale) * inverse * device::kLog2e,
+               1.17549435e-38f);  // never -infinity * 0
+}
+
+/// A logit, base 2, bent by the soft cap. to_cap: 2 / soft_cap.
+__device__ __forceinline__ float soft_capped(float logit, float soft_cap, float to_cap) {
+  // tanh(x) = 1 - 2 / (2^(2 x log2(e)) + 1)
+  const float e = device::exp2_fast(logit * to_cap);
+  return soft_cap * device::kLog2e * (1.f - __fdividef(2.f, e + 1.f));
+}
+
 template <bool kBFloat16, int kDim>
 __device__ __forceinline__ void pack_query(const float (&v)[kDim / 4],
                                            uint32_t (&b)[kDim / 32][4]) {

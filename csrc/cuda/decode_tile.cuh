@@ -32,7 +32,7 @@ __device__ __forceinline__ void probabilities(const WarpRows<kBlocks>& rows,
     scale[b][1] = rows.scale[b][1] * unit;
   }
   if (!kPlain && soft_cap != 0.f) {
-    const float to_cap = 2.f / soft_cap;  // tanh(x) = 1 - 2 / (2^(2 x log2(e)) + 1)
+    const float to_cap = 2.f / soft_cap;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
@@ -40,8 +40,7 @@ __device__ __forceinline__ void probabilities(const WarpRows<kBlocks>& rows,
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float& s = scores[b][j][i];
-          const float e = device::exp2_fast(s * scale[b][i % 2] * to_cap);
-          s = soft_cap * device::kLog2e * (1.f - __fdividef(2.f, e + 1.f));
+          s = soft_capped(s * scale[b][i % 2], soft_cap, to_cap);
         }
       }
       scale[b][0] = scale[b][1] = 1.f;
@@ -438,10 +437,8 @@ struct TileWorker {
       most = fmaxf(most, __shfl_xor_sync(device::kAllLanes, most, 1));
       most = fmaxf(most, __shfl_xor_sync(device::kAllLanes, most, 2));
       const int exponent = max(__float_as_int(most) >> 23, 64);
-      const float normalizer = copysignf(__int_as_float((257 - exponent) << 23), p.sm_scale);
-      const float inverse = __int_as_float((exponent - 3) << 23);
-      const float scale = fmaxf(fabsf(p.sm_scale) * inverse * device::kLog2e,
-                                1.17549435e-38f);  // never -infinity * 0
+      const float normalizer = query_factor(p, exponent);
+      const float scale = score_scale(p, exponent);
       float of_row[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {

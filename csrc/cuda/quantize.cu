@@ -176,7 +176,7 @@ __device__ __forceinline__ float size_factor(device::TileMemory<Shape>& memory,
   if (!(sum > 0.f)) return 1.f;
   const float mean =
       fmaxf(device::divide(sum, tokens.row_length() * tokens.col_length()), device::kSmallest);
-  return 64.f * device::power_of_2(-rintf(device::log2_of(mean) / 2));
+  return 64.f * device::exp2_fast(-rintf(device::log2_fast(mean) / 2));
 }
 
 /// Whether scales of the normalization are taken only if they pass the guard. A massive token takes
@@ -249,10 +249,10 @@ __device__ __forceinline__ void store_scales(device::TileMemory<Shape>& memory,
   // A power of two moves from one side's scales to the other's, so that both are in range.
   const float most_row = device::max_of_warps<Shape>(memory.stat[0]);
   const float most_col = device::max_of_warps<Shape>(memory.stat[1]);
-  const float factor =
-      most_row >= device::kSmallest && most_col >= device::kSmallest
-          ? device::power_of_2(rintf((device::log2_of(most_row) - device::log2_of(most_col)) / 2))
-          : 1.f;
+  const float factor = most_row >= device::kSmallest && most_col >= device::kSmallest
+                           ? device::exp2_fast(rintf(
+                                 (device::log2_fast(most_row) - device::log2_fast(most_col)) / 2))
+                           : 1.f;
   // What stands for the scale of a dead token: 0, or NaN if it has NaN or infinity.
   const auto of_dead = [&] { return memory.found[n] == 0.f ? 0.f : __int_as_float(0x7fffffff); };
   if (has_row) {

@@ -6,13 +6,14 @@
 // registers of the A operand. Zero points, and the scales of the channels of K, are put on with an
 // instruction each a pair of codes:
 //
-//   scores[token][row] = K'[token][channel] * Q[channel][row]     K' = (code + zero) * channel
-//   scale out[channel][row] += V'[channel][token] * P'[token][row]      V' = (code + zero) *
-//   channel scale
+//   scores[token][row] = K'[token][channel] * Q[channel][row]
+//   sums[channel][row] = V'[channel][token] * P'[token][row]
 //
-// So Q is the same for all records of an item, and the second product adds to the state. The scales
-// of tokens are left to the scores and to P', which passes from warp to warp through shared memory.
-// All is scaled by powers of two, so that scales of any size neither overflow nor vanish in fp16.
+// K' = (code + zero point) * channel scale, V' = code + zero point. So Q is the same for all
+// records of an item. The other scales are left to the scores, to P', which passes from warp to
+// warp through shared memory, and to the sums. All is scaled by powers of two, so that nothing
+// overflows in fp16; channels of K whose scale is 2^20 times smaller than the largest begin to
+// vanish.
 //
 // An operand in shared memory is 8 x 8 matrices of 128 bytes, a row (8 fp16 numbers of one query
 // row) after the other: [step of 16 columns of A][half of them][block of 8 rows]. Both ldmatrix and
@@ -61,11 +62,6 @@ __device__ __forceinline__ void load_operands(const uint8_t* operands, int step,
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-
-/// Makes what the thread wrote to shared memory known to wgmma.
-__device__ __forceinline__ void operand_fence() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
 
 /// Stores four matrices, transposed, one after the other.
 __device__ __forceinline__ void store_transposed(uint8_t* to, const uint32_t (&x)[4], int lane) {
@@ -156,8 +152,8 @@ __device__ __forceinline__ uint64_t operand_descriptor(const uint8_t* operands) 
 template <int kRowBlocks>
 inline constexpr uint64_t kStepDescriptor = 2 * kRowBlocks * kMatrixBytes / 16;
 
-/// A is (code + zero point) / 512, and of K times a scale. (In fp16 the sum is as exact as the zero
-/// point; scale * zero point would be rounded, alike for all tokens of a record.)
+/// A is (code + zero point) / 512, and of K times a scale. (In fp16 the sum is exact, unless it is
+/// beyond the next power of two; scale * zero point would be rounded, alike for all tokens.)
 inline constexpr float kGroupUnit = 512.f;
 inline constexpr uint32_t kGroupUnitHalf = 0x18001800u;  ///< its inverse
 

@@ -42,10 +42,10 @@ __device__ __forceinline__ float token_rms(TileMemory<Shape>& memory) {
   const int n = own_thread();
   const float rms = n < Shape::kCols ? square_root(memory.energy[n] * (1.f / Shape::kRows)) : 0.f;
   const bool counts = rms > 0.f && memory.live[n];
-  put_warp_sum(counts ? log2_of(rms) : 0.f, memory.stat[6]);
+  put_warp_sum(counts ? log2_fast(rms) : 0.f, memory.stat[6]);
   const int count = __syncthreads_count(counts);
   const float log_sum = sum_of_warps<Shape>(memory.stat[6]);
-  return count > 0 ? rms * power_of_2(-rintf(log_sum / static_cast<float>(count))) : rms;
+  return count > 0 ? rms * exp2_fast(-rintf(log_sum / static_cast<float>(count))) : rms;
 }
 
 /// V in closed form: of the tokens divided by their deviations, the channel's geometric mean of
@@ -96,9 +96,9 @@ template <class Shape>
 __device__ __forceinline__ float without_factor(const Tokens<Shape>& tokens, float scale,
                                                 float* stat) {
   const int n = own_thread();
-  put_warp_sum(n < Shape::kCols && tokens.col_counts(n) ? log2_of(scale) : 0.f, stat);
+  put_warp_sum(n < Shape::kCols && tokens.col_counts(n) ? log2_fast(scale) : 0.f, stat);
   __syncthreads();
-  return scale * power_of_2(-divide(sum_of_warps<Shape>(stat), fmaxf(tokens.row_length(), 1.f)));
+  return scale * exp2_fast(-divide(sum_of_warps<Shape>(stat), fmaxf(tokens.row_length(), 1.f)));
 }
 
 __device__ __forceinline__ float limited_col_scale(float scale) {

@@ -57,16 +57,17 @@ __device__ __forceinline__ float inverse_square_root(float x) {
   return y;
 }
 
-/// log2(x) of a normal number > 0 and 2^x, within 2^-22; exact where they are integers.
-__device__ __forceinline__ float log2_of(float x) {
+/// 2^x within 2 ulp, exact of an integer; 0 for -infinity.
+__device__ __forceinline__ float exp2_fast(float x) {
   float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-__device__ __forceinline__ float power_of_2(float x) {
+/// log2(x) within 2^-22, of what is not subnormal; exact of a power of two.
+__device__ __forceinline__ float log2_fast(float x) {
   float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

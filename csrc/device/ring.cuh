@@ -27,9 +27,9 @@ __device__ __forceinline__ void barrier_init_fence() {
 #endif
 }
 
-/// Orders what was stored in shared memory before later copies of the copy engine to the same
-/// place.
-__device__ __forceinline__ void fence_before_copies() {
+/// Orders what the thread stored in shared memory before what others have done with it from then on
+/// by the copy engine (copies to the same place) or by wgmma.
+__device__ __forceinline__ void fence_for_async_proxy() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif

@@ -228,7 +228,8 @@ __device__ __forceinline__ void multiply(bool add, float* x, const uint32_t (&a)
   if (add) {
     mma_m16n8k16<kBFloat16>(x, a, b0, b1);
   } else {
-    mma_m16n8k16_of_0<kBFloat16>(x, a, b0, b1);
+    constexpr float kZero[4] = {};
+    mma_m16n8k16<kBFloat16>(x, a, b0, b1, kZero);
   }
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "device/hadamard.cuh"
+#include "device/numeric.cuh"
 #include "kvarn/layout.h"
 
 namespace kvarn::device {
@@ -16,20 +17,6 @@ inline constexpr float kLog2e = 1.44269504088896341f;
 inline constexpr float kLn2 = 0.69314718055994531f;
 
 __device__ __forceinline__ float negative_infinity() { return __int_as_float(0xff800000); }
-
-/// 2^x within 2 ulp; 0 for -infinity.
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-/// log2(x) within 2^-22, of what is not subnormal.
-__device__ __forceinline__ float log2_fast(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 /// Over the eight lanes that share t.
 __device__ __forceinline__ float max_over_tokens(float x) {
