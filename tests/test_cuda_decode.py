@@ -197,11 +197,19 @@ def test_fault04_large_logits(size: float, causal: bool, queries: int) -> None:
     torch.testing.assert_close(lse.cpu().double(), exact_lse, rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("size", [3e3, 5e3, 2e4])
-@pytest.mark.parametrize(("heads", "queries"), [(20, 1), (32, 1), (8, 8), (71, 1)])
-def test_fault04_logits_whose_roundings_are_large(size: float, heads: int, queries: int) -> None:
+@pytest.mark.parametrize("size", [3e3, 5e3, 2e4, 6e4])
+@pytest.mark.parametrize(
+    ("heads", "queries", "seqs"),
+    [(1, 1, 1), (4, 1, 1), (8, 1, 1), (8, 1, 400), (3, 2, 1), (16, 1, 1), (16, 1, 400), (4, 4, 1),
+     (20, 1, 1), (32, 1, 1), (8, 8, 1), (71, 1, 1)],
+)  # fmt: skip
+@pytest.mark.parametrize("split_tokens", [None, 256])
+def test_fault04_logits_whose_roundings_are_large(
+    size: float, heads: int, queries: int, seqs: int, split_tokens: int | None
+) -> None:
     # From 2^27 on, neighbouring fp32 numbers are 16 apart: what a reference of the exponentials is
-    # rounded by must not look like growth. The softmax is nearly always that of one token.
+    # rounded by must not look like growth, nor be a power of two that a probability is off by. The
+    # softmax is nearly always that of one token.
     def numbers(*shape: int) -> torch.Tensor:
         return (torch.randn(shape) * size).clamp(-6e4, 6e4).half()
 
@@ -211,14 +219,20 @@ def test_fault04_logits_whose_roundings_are_large(size: float, heads: int, queri
         "block_table": torch.arange(8, dtype=torch.int32)[None],
         "seq_lens": torch.tensor([1024], dtype=torch.int32),
         "fmt": K4V2,
-        "cu_query_lens": offsets([queries]),
     }
     q = numbers(queries, heads, 128)
-    out, lse = ops.decode_attention(q.to(DEVICE), **on_device(args), return_lse=True)
-    exact, exact_lse = reference.decode_attention(q, **args)
+    exact, exact_lse = reference.decode_attention(q, **args, cu_query_lens=offsets([queries]))
+    args["block_table"] = args["block_table"].repeat(seqs, 1)  # of the same rows, all of them
+    args["seq_lens"] = args["seq_lens"].repeat(seqs)
+    if queries > 1:
+        args["cu_query_lens"] = offsets([queries])
+    out, lse = ops.decode_attention(
+        q.repeat(seqs, 1, 1).to(DEVICE), **on_device(args), return_lse=True,
+        split_tokens=split_tokens,
+    )  # fmt: skip
     assert out.isfinite().all()
-    torch.testing.assert_close(lse.cpu().double(), exact_lse, rtol=2e-3, atol=0)
-    same = (out.cpu().double() - exact).abs().amax(-1) < 0.02
+    torch.testing.assert_close(lse.cpu().double(), exact_lse.repeat(seqs, 1), rtol=2e-3, atol=0)
+    same = (out.cpu().double() - exact.repeat(seqs, 1, 1)).abs().amax(-1) < 0.02
     assert same.double().mean() > 0.8
 
 
@@ -544,7 +558,11 @@ def test_fault12_views(q_heads: int) -> None:
             cu_query_lens=offsets(queries).to(DEVICE).long(), out=(fused_out[:, 1], lse_out),
             return_lse=True,
         )  # fmt: skip
-        assert torch.equal(out, plain[0]) and torch.equal(lse, plain[1])
+        if q_heads == 16 and start % 16 != 0:  # not the kernel of whole records
+            torch.testing.assert_close(out, plain[0], rtol=2**-7, atol=1e-3)
+            torch.testing.assert_close(lse, plain[1], rtol=0, atol=1e-4)
+        else:
+            assert torch.equal(out, plain[0]) and torch.equal(lse, plain[1])
         assert (fused_out[:, 0] == 7).all()
 
 

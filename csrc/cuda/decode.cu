@@ -381,7 +381,10 @@ Status decode_attention(const DecodeParams& p) {
   plan.out_aligned = is_aligned(p.out) && are_aligned(p.out_stride, 2);
   const bool splits = plan.split_tiles > 0;
   const bool may = shape.blocks == 1 && is_usual(p, plan);
-  const bool one_record = may && wants_one_record(p, device);
+  // Sixteen rows a warp.
+  const bool two_blocks = shape.blocks == 2 && shape.parts == 1 && decode_options_are_static(f) &&
+                          plan.records_aligned && plan.staging_aligned && is_compiled_for_sm_90();
+  const bool one_record = two_blocks || (may && wants_one_record(p, device));
   const bool usual = may && (splits ? has_splits_kernel(f, one_record) : has_own_kernel(f));
   const int room = device.shared_of_block - kDecodeStaticBytes;
   const int warps = decode_warps(f, usual, one_record);
@@ -424,7 +427,8 @@ Status decode_attention(const DecodeParams& p) {
   const int ring_bytes = plan.teams * (one_record ? 1 : plan.stages) * plan.stage_bytes;
   // Where the rings were, the join has what each warp keeps.
   const int64_t kept_bytes = splits ? state_bytes(f, shape) : row_piece_bytes(f, shape);
-  const int shared_bytes = std::max(ring_bytes, static_cast<int>(warps * kept_bytes));
+  const int shared_bytes = std::max(ring_bytes + (two_blocks ? plan.teams * kTwoBlocksBytes : 0),
+                                    static_cast<int>(warps * kept_bytes));
   if (group.row_blocks > 0) {
     const auto launch =
         group.row_blocks == 4 ? launch_decode_group<4, 2, 4> : launch_decode_group<4, 2, 8>;
@@ -438,6 +442,7 @@ Status decode_attention(const DecodeParams& p) {
     KVARN_SPLITS_FORMATS(KVARN_LAUNCH)
 #undef KVARN_LAUNCH
   }
+  if (two_blocks) return go(launch_decode<StaticFormat<4, 2, 128, 128, false, true>, 2>);
   if (one_record) {
 #define KVARN_LAUNCH(k, v, g, d) \
   if (f == Format{k, v, g, d}) return go(launch_decode<StaticFormat<k, v, g, d, true, true>, 1>);

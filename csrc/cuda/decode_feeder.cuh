@@ -180,6 +180,22 @@ class Feeder {
     slot_ = from.slot[lane_];
   }
 
+  /// What only other tiles than those of a run need, so that no register holds it meanwhile.
+  __device__ __forceinline__ void park_rest(ParkedFeeder& to) const {
+    __syncwarp();
+    if (lane_ == 0) to.words[0] = {token_, found_, run_from_, static_cast<int>(staged_ahead_)};
+    to.slot[lane_] = slot_;
+    __syncwarp();
+  }
+  __device__ __forceinline__ void unpark_rest(const ParkedFeeder& from) {
+    const int4 a = from.words[0];
+    token_ = a.x;
+    found_ = a.y;
+    run_from_ = a.z;
+    staged_ahead_ = static_cast<unsigned>(a.w);
+    slot_ = from.slot[lane_];
+  }
+
   /// The warp has used up a stage.
   __device__ __forceinline__ void use_up() { --ahead_; }
 

@@ -40,6 +40,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   constexpr bool kRuns = F::kRuns && (kBlocks * kDim <= 128 || kCopiesAreSmall);
   constexpr int kStateVectors = device::SoftmaxState<kDim, kBlocks>::kVectors * kWarpLanes;
   using Piece = RowPiece<kDim, kBlocks>;
+  constexpr bool kParks = TileWorker<F, kBlocks>::kHasMemory;
   if (F::kOneRecord && !kCopiesAreSmall) {
     __trap();  // nobody launches it there, see wants_one_record()
     return;
@@ -50,9 +51,10 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   touch(params);
   touch(any_plan);
   const DecodeParams p = F::kUsual ? usual(params) : params;
-  const DecodePlan plan = F::kUsual      ? usual<F::kSplits>(any_plan)
-                          : kBlocks == 1 ? any_plan
-                                         : without_splits(any_plan);
+  const DecodePlan plan = F::kUsual       ? usual<F::kSplits>(any_plan)
+                          : kBlocks == 1  ? any_plan
+                          : F::kOneRecord ? of_one_record(any_plan)
+                                          : without_splits(any_plan);
   const int stage_bytes = F::stage_bytes(plan);
   const int ring_bytes = (F::kOneRecord ? 1 : plan.stages) * stage_bytes;
 
@@ -89,6 +91,10 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
     divide<F::kWarps>(p, plan, chunk, shared.scan, shared.division);
   }
   TileWorker<F, kBlocks> worker{p, plan, lane};
+  if constexpr (TileWorker<F, kBlocks>::kHasMemory) {
+    using Memory = typename TileWorker<F, kBlocks>::Memory;
+    worker.memory = reinterpret_cast<Memory*>(rings + plan.teams * ring_bytes) + own_warp();
+  }
   if (team < teams_of_block(shared.division[own_warp()])) {
     uint8_t* const ring = rings + team * ring_bytes;
     Feeder<F::kOneRecord> feeder(p, plan, shared, ring, stage_bytes, F::layout(plan), team, lane);
@@ -116,6 +122,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
       }
       if (part == 0) feeder.start(cursor);
     }
+    if constexpr (kParks) feeder.park_rest(worker.memory->feeder);
     int run = 0;         // tiles that need nothing but to be used up and replaced
     int turn = 0;        // stage, and stages more on every second lap: one register for both
     int tiles_left = 0;  // with splits, of the present one
@@ -127,6 +134,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
       StageTile tile{0, -1, 0};
       const auto place = [&] { return rows_of(piece()); };
       if (run == 0) {
+        if constexpr (kParks) feeder.unpark_rest(worker.memory->feeder);
         if (part == 0) feeder.fill();
         if (plan.row_parts > 1) device::barrier_wait(&shared.told[at], parity);
         __syncwarp();
@@ -138,8 +146,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
           StagePiece& current = piece();
           if (lane == 0) current = shared.piece[at];
           __syncwarp();
-          open_item(p, plan, place(), worker.rows);
-          worker.state.clear();
+          worker.open(place());
           if (plan.split_tiles > 0) tiles_left = uniform(current.tiles_left);
         }
         bool changes_basis = worker.rotated != is_record;
@@ -171,8 +178,9 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
           }
         }
         if (kRuns && p.logits_soft_cap == 0.f) {
-          run = uniform(feeder.run_length(worker.rows.seen.all));
+          run = uniform(feeder.run_length(worker.seen().all));
         }
+        if constexpr (kParks) feeder.park_rest(worker.memory->feeder);
       }
       const bool in_run = run > 0;
       const bool is_record = tile.token < 0;
@@ -197,7 +205,9 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
           if (in_run) {
             feeder.replace();
           } else {
+            if constexpr (kParks) feeder.unpark_rest(worker.memory->feeder);
             feeder.use_up_keys();
+            if constexpr (kParks) feeder.park_rest(worker.memory->feeder);
           }
         }
       };
@@ -224,7 +234,9 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
       } else {
         if (plan.row_parts > 1) device::barrier_arrive(&shared.empty[at]);
         if (F::kOneRecord) {
+          if constexpr (kParks) feeder.unpark_rest(worker.memory->feeder);
           feeder.use_up_values();
+          if constexpr (kParks) feeder.park_rest(worker.memory->feeder);
         } else if (part == 0) {
           feeder.use_up();
         }

@@ -50,6 +50,9 @@ __device__ __forceinline__ int own_warp() {
   return uniform(static_cast<int>(thread / kWarpLanes));
 }
 
+/// What a warp of 16 rows has in shared memory besides its ring of one record.
+inline constexpr int kTwoBlocksBytes = 4608;
+
 /// A stage of a ring holds a record or 16 staged tokens.
 constexpr KVARN_HD int decode_stage_bytes(const Format& format) {
   const int staged = device::staged_bytes(format.head_dim);
@@ -140,6 +143,16 @@ __device__ __forceinline__ DecodePlan usual(DecodePlan plan) {
 /// With two blocks of rows a warp there are none (RowShape in decode.cu).
 __device__ __forceinline__ DecodePlan without_splits(DecodePlan plan) {
   plan.split_tiles = 0;
+  return plan;
+}
+
+/// And in rings of one record teams are of one warp, and all that is copied is aligned.
+__device__ __forceinline__ DecodePlan of_one_record(DecodePlan plan) {
+  plan.split_tiles = 0;
+  plan.row_parts = 1;
+  plan.parts_shift = 0;
+  plan.stages = 2;
+  plan.records_aligned = plan.staging_aligned = true;
   return plan;
 }
 

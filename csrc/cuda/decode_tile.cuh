@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/decode_feeder.cuh"
 #include "cuda/decode_rows.cuh"
 #include "device/rotate_query.cuh"
 
@@ -14,6 +15,10 @@ __device__ __forceinline__ int token_of(int tile, int lane) {
   using device::kHalfTiles;
   return tile / kHalfTiles * device::kHalfTokens + lane / 4 * 8 + tile % kHalfTiles * 2;
 }
+
+/// Logits beyond it are rounded as the references are before these are subtracted: products that
+/// are not rounded differ from those by up to 2^-24 of them, which would be a power of 2.
+inline constexpr float kLargeLogit = 1 << 22;
 
 /// Scores [block][j][2*i + parity] of the tokens i of tiles j -> probabilities relative to
 /// state.top, whose sum is added to the state. unit: of the scores. kPlain: no soft cap, and all
@@ -73,7 +78,7 @@ __device__ __forceinline__ void probabilities(const WarpRows<kBlocks>& rows,
         m = fmaxf(m, fmaxf(scores[b][j][i], scores[b][j][2 + i]));
       }
       most[b][i] = m * scale[b][i];
-      grow |= most[b][i] > state.top[b][i] + kGrowth;
+      grow |= most[b][i] > state.top[b][i] + kGrowth || fabsf(most[b][i]) > kLargeLogit;
     }
   }
   if (__any_sync(device::kAllLanes, grow)) {
@@ -86,6 +91,14 @@ __device__ __forceinline__ void probabilities(const WarpRows<kBlocks>& rows,
         if (m > state.top[b][i] + kGrowth) {
           state.scale_row(b, i, device::exp2_fast(state.top[b][i] - m));
           state.top[b][i] = m;
+        }
+        if (fabsf(m) > kLargeLogit) {
+#pragma unroll
+          for (int j = 0; j < kRowTiles; ++j) {
+            scores[b][j][i] *= scale[b][i];
+            scores[b][j][2 + i] *= scale[b][i];
+          }
+          scale[b][i] = 1.f;
         }
       }
     }
@@ -230,10 +243,15 @@ struct WithSplits : F {
 template <class F, int kBlocks>
 struct TileWorker {
   static constexpr int kDim = F::kDim_;
-  // With two blocks of rows the registers hold half as much of everything else.
-  static constexpr int kRowTiles = kBlocks == 1 ? F::kRowTiles : device::kHalfTiles;
-  static constexpr int kScoreTiles = F::kScoreTiles < kRowTiles ? F::kScoreTiles : kRowTiles;
-  static constexpr int kSumTiles = kBlocks == 1 ? F::kSumTiles : device::kHalfTiles;
+  // With two blocks of rows the registers hold half as much of everything else; or, with a ring of
+  // one record, all of a record, but not what lies in shared memory then (Memory).
+  static constexpr bool kHasMemory = kBlocks == 2 && F::kOneRecord;
+  static constexpr bool kHalves = kBlocks == 2 && !kHasMemory;
+  static constexpr int kRowTiles = kHalves ? device::kHalfTiles : F::kRowTiles;
+  static constexpr int kMostScoreTiles = kHasMemory ? 2 : F::kScoreTiles;
+  static constexpr int kScoreTiles = kMostScoreTiles < kRowTiles ? kMostScoreTiles : kRowTiles;
+  static constexpr int kSumTiles = kHalves ? device::kHalfTiles : F::kSumTiles;
+  using Query = device::QueryOperand<kDim, kBlocks>;
   using State = device::SoftmaxState<kDim, kBlocks>;
   using Scores = float[kBlocks][kRowTiles][4];
   using Probabilities = device::ProbabilityOperand<kRowTiles, kBlocks>;
@@ -242,20 +260,65 @@ struct TileWorker {
   const DecodePlan& plan;
   const int lane;
   WarpRows<kBlocks> rows;
-  device::QueryOperand<kDim, kBlocks> query;
+  Query own_query;
   State state;
   /// The basis of the query and the state, that of records or that of staged tokens. The query is
   /// of fp16 or of the type of the staging pool.
   bool rotated;
 
+  struct Memory {
+    uint4 query[kBlocks * kDim / 32][kWarpLanes];
+    VisibleRange seen;
+    ParkedFeeder feeder;
+  };
+  static_assert(!kHasMemory || sizeof(Memory) <= kTwoBlocksBytes);
+  Memory* memory;  ///< of the warp, with kHasMemory
+
+  __device__ __forceinline__ VisibleRange seen() const {
+    if constexpr (kHasMemory) {
+      return memory->seen;
+    } else {
+      return rows.seen;
+    }
+  }
+
+  __device__ __forceinline__ Query query() const {
+    if constexpr (kHasMemory) {
+      Query q;
+#pragma unroll
+      for (int i = 0; i < kBlocks * kDim / 32; ++i) {
+        const uint4 w = memory->query[i][lane];
+        uint32_t (&to)[4] = q.b[i / (kDim / 32)][i % (kDim / 32)];
+        to[0] = w.x;
+        to[1] = w.y;
+        to[2] = w.z;
+        to[3] = w.w;
+      }
+      return q;
+    } else {
+      return own_query;
+    }
+  }
+
+  /// A new item.
+  __device__ __forceinline__ void open(const RowPlace& place) {
+    open_item(p, plan, place, rows);
+    if constexpr (kHasMemory) {
+      __syncwarp();
+      if (lane == 0) memory->seen = rows.seen;
+      __syncwarp();
+    }
+    state.clear();
+  }
+
   /// Whether any row sees any of so many tokens.
   __device__ __forceinline__ bool sees(int first_token, int count) const {
-    return first_token < rows.seen.any.end && first_token + count > rows.seen.any.begin;
+    return first_token < seen().any.end && first_token + count > seen().any.begin;
   }
 
   /// Whether all rows see all of them, and nothing bends the scores.
   __device__ __forceinline__ bool all_see(int first_token, int count) const {
-    return first_token >= rows.seen.all.begin && first_token + count <= rows.seen.all.end &&
+    return first_token >= seen().all.begin && first_token + count <= seen().all.end &&
            p.logits_soft_cap == 0.f;
   }
 
@@ -282,7 +345,7 @@ struct TileWorker {
     probabilities<kPlain>(rows, visible, unit, p.logits_soft_cap, first_token + token, lane, scores,
                           state);
     if (token == 0) {
-      const Visible any = rows.seen.any;
+      const Visible any = seen().any;
       norm = device::normalizer(device::largest_half(
           at + layout.value_token_scale, format.group, lane, [&](int pair, uint32_t bits) {
             if constexpr (!kPlain) {
@@ -319,8 +382,8 @@ struct TileWorker {
           return weight[j / device::kHalfTiles][j % device::kHalfTiles * 2 + i] * factor[i];
         },
         operand);
-    device::start_sums<!kPlain>(at + layout.value_zero_point + 2 * token, operand, code, lane,
-                                start);
+    device::start_sums<!kPlain>(at + layout.value_zero_point + 2 * token, operand,
+                                format.value_bits, lane, start);
   }
 
   /// A record in shared memory; place(): a RowPlace. plain: all_see(). have_used_keys() is called
@@ -349,9 +412,9 @@ struct TileWorker {
     const RecordLayout layout = F::layout(plan);
     const Format format = F::format(p);
     // The scaled query is made anew for each half where both would not fit the registers.
-    if (kDim == 256 || kBlocks == 2 || token == 0) {
-      device::scale_query(query, at + layout.key_channel_scale, at + layout.key_zero_point,
-                          device::CodeBits(format.key_bits), lane, scaled);
+    if (kDim == 256 || kHalves || token == 0) {
+      device::scale_query(query(), at + layout.key_channel_scale, at + layout.key_zero_point,
+                          format.key_bits, lane, scaled);
     }
     with_bits(format.key_bits, [&](auto bits) {
       constexpr int kBits = decltype(bits)::value;
@@ -426,10 +489,22 @@ struct TileWorker {
     });
   }
 
-  /// Takes the query, in the basis that is set. A power of two brings the largest element of a row
-  /// to 8..16, so that its rotation (up to sqrt(D) as large) is below 2^8. Rows of fp16 would lose
-  /// bits as bf16: part 1 is the remainder.
+  /// Takes the query, in the basis that is set.
   __device__ __forceinline__ void take_query(const QueryWords<kDim, kBlocks>& words, int part) {
+    make_query(words, part);
+    if constexpr (kHasMemory) {
+      // Each lane reads what it wrote.
+#pragma unroll
+      for (int i = 0; i < kBlocks * kDim / 32; ++i) {
+        const uint32_t (&w)[4] = own_query.b[i / (kDim / 32)][i % (kDim / 32)];
+        memory->query[i][lane] = {w[0], w[1], w[2], w[3]};
+      }
+    }
+  }
+
+  /// A power of two brings the largest element of a row to 8..16, so that its rotation (up to
+  /// sqrt(D) as large) is below 2^8. Rows of fp16 would lose bits as bf16: part 1 is the remainder.
+  __device__ __forceinline__ void make_query(const QueryWords<kDim, kBlocks>& words, int part) {
     const bool bfloat16 = !rotated && p.kv.staging.dtype == DType::kBFloat16;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
@@ -449,9 +524,9 @@ struct TileWorker {
       constexpr bool kByProduct = kDim < 256;  // beyond, its operands do not fit the registers
       if (kByProduct && rotated) {
         if (p.dtype == DType::kFloat16) {
-          device::rotate_query<false, kDim>(words.w[b], of_row, lane, query.b[b]);
+          device::rotate_query<false, kDim>(words.w[b], of_row, lane, own_query.b[b]);
         } else {
-          device::rotate_query<true, kDim>(words.w[b], of_row, lane, query.b[b]);
+          device::rotate_query<true, kDim>(words.w[b], of_row, lane, own_query.b[b]);
         }
         continue;
       }
@@ -469,9 +544,9 @@ struct TileWorker {
         if (part == 1) v[i] -= __bfloat162float(__float2bfloat16_rn(v[i]));
       }
       if (bfloat16) {
-        pack_query<true, kDim>(v, query.b[b]);
+        pack_query<true, kDim>(v, own_query.b[b]);
       } else {
-        pack_query<false, kDim>(v, query.b[b]);
+        pack_query<false, kDim>(v, own_query.b[b]);
       }
     }
   }
@@ -510,7 +585,7 @@ struct TileWorker {
         words.load(p, plan, place(), lane);
         take_query(words, part);
       }
-      device::score_staged<kBFloat16>(keys, query, lane, scores);
+      device::score_staged<kBFloat16>(keys, query(), lane, scores);
     }
   }
 
@@ -536,8 +611,8 @@ struct TileWorker {
       visible = place().template rows_visible<kBlocks>(p, plan, lane);
       // Tokens that some rows see and others do not: a value that is not finite must not meet the 0
       // of those that do not. It makes the others NaN, and is left out.
-      kept = tokens_of(rows.seen.any);
-      const unsigned some = kept & ~tokens_of(rows.seen.all);
+      kept = tokens_of(seen().any);
+      const unsigned some = kept & ~tokens_of(seen().all);
       if (some != 0) not_finite = device::find_not_finite<kBFloat16, kDim>(values, some, lane);
       kept &= ~not_finite;
     }

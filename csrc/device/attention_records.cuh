@@ -9,7 +9,9 @@
 // it stands it is a subnormal number, code * 2^(k - 24) at mantissa bit k. (A bias, 1024 + code by
 // an and-or, costs the same but has sums of a thousand times the result, which tensor cores
 // truncate.) Registers of a fragment that differ in k differ in the unit of their codes: rows of
-// the matrix are brought back by the scale of their token or channel, columns by Q' or P'. The zero
+// the matrix are brought back by the scale of their token or channel, columns by Q' or P'. Of codes
+// of 4 bits, registers of rows 8 to 15 hold whole bytes, 16 times their codes and those of rows 0
+// to 7: a mask less, and sums of the latter are subtracted from the former. The zero
 // points are a row-wise constant of a tile, sum(Q' * zero) and sum(P' * zero): one chain of mma
 // makes it, and the accumulators start there.
 //
@@ -89,6 +91,10 @@ struct CodeBits {
   }
 };
 
+/// Whether registers of rows 8 to 15 hold the codes of rows 0 to 7 too. (With two blocks of rows
+/// there are twice as many sums to take apart: slower.)
+constexpr KVARN_HD bool rows_are_nested(int bits, int blocks) { return bits == 4 && blocks == 1; }
+
 /// A power of two and its inverse, such that the scales of a tile times it are below 2^7.
 struct Normalizer {
   uint32_t half2;
@@ -134,8 +140,10 @@ struct ScaledQuery {
 /// Sums with the zero points, rows 0 to 7 those of columns 0 to 7, rows 8 to 15 those of columns 8
 /// to 15 -> where accumulators start.
 template <int kBlocks>
-__device__ __forceinline__ void start_of(const float (&sums)[kBlocks][2][4], const CodeBits& at,
+__device__ __forceinline__ void start_of(const float (&sums)[kBlocks][2][4], int bits,
                                          float (&start)[kBlocks][4]) {
+  const CodeBits at(bits);
+  const bool nested = rows_are_nested(bits, kBlocks);
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
@@ -144,7 +152,7 @@ __device__ __forceinline__ void start_of(const float (&sums)[kBlocks][2][4], con
       const float second = sums[b][0][2 + i] + sums[b][1][2 + i];
       const float zero = fmaf(second, 1.f / at.column_factor(), first);
       start[b][i] = zero * at.row_unit(0);
-      start[b][2 + i] = zero * at.row_unit(1);
+      start[b][2 + i] = zero * (at.row_unit(1) + (nested ? at.row_unit(0) : 0.f));
     }
   }
 }
@@ -153,8 +161,8 @@ __device__ __forceinline__ void start_of(const float (&sums)[kBlocks][2][4], con
 template <int kDim, int kBlocks>
 __device__ __forceinline__ void scale_query(const QueryOperand<kDim, kBlocks>& q,
                                             const uint8_t* scales, const uint8_t* zero_points,
-                                            const CodeBits& code, int lane,
-                                            ScaledQuery<kDim, kBlocks>& to) {
+                                            int bits, int lane, ScaledQuery<kDim, kBlocks>& to) {
+  const CodeBits code(bits);
   const Normalizer n =
       normalizer(largest_half(scales, kDim, lane, [](int, uint32_t pair) { return pair; }));
   to.inverse = n.inverse;
@@ -178,11 +186,11 @@ __device__ __forceinline__ void scale_query(const QueryOperand<kDim, kBlocks>& q
       mma_m16n8k16(sums[b][1], high, scaled[2], scaled[3]);
     }
   }
-  start_of(sums, code, to.start);
+  start_of(sums, bits, to.start);
 }
 
 /// Fragments that whole 16-byte pieces of a lane hold, and how many pieces that takes.
-template <int kBits>
+template <int kBits, bool kNested>
 struct CodeBlock {
   static constexpr int kFragments = kBits == 3 ? 16 : 16 / kBits;
   static constexpr int kPieces = kBits == 3 ? 3 : 1;
@@ -202,12 +210,38 @@ struct CodeBlock {
   }
 
   __device__ __forceinline__ void fragment(int index, uint32_t (&a)[4]) const {
+    if constexpr (kNested) {
+      static_assert(kBits == 4 && field_position(5, 4).word == 1 &&
+                    field_position(5, 4).shift == 4);
+      const uint32_t low = words[index] & 0x00ff00ffu;
+      const uint32_t high = __byte_perm(words[index], 0, 0x4341);
+      a[0] = words[index] & 0x000f000fu;
+      a[1] = low;
+      a[2] = high & 0x000f000fu;
+      a[3] = high;
+    } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      a[i] = code_field<kBits>(words, index * kFragmentRegisters + i, CodeBits(kBits).at(i));
+      for (int i = 0; i < 4; ++i) {
+        a[i] = code_field<kBits>(words, index * kFragmentRegisters + i, CodeBits(kBits).at(i));
+      }
     }
   }
 };
+
+/// Takes the sums of rows 0 to 7 out of those of rows 8 to 15, where they are in them.
+template <int kBits, int kBlocks, int kTiles>
+__device__ __forceinline__ void part_rows(float (&sums)[kBlocks][kTiles][4]) {
+  if constexpr (rows_are_nested(kBits, kBlocks)) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        sums[b][j][2] -= sums[b][j][0];
+        sums[b][j][3] -= sums[b][j][1];
+      }
+    }
+  }
+}
 
 /// scores[block][j][2*i + parity]: token i of tile j, row 8*block + 2t + parity; without the token
 /// scale and without CodeBits::row_factor(i).
@@ -216,7 +250,7 @@ template <int kBits, int kChains, int kDim, int kBlocks, int kRowTiles>
 __device__ __forceinline__ void score_tiles(const uint8_t* codes,
                                             const ScaledQuery<kDim, kBlocks>& query, int lane,
                                             float (&scores)[kBlocks][kRowTiles][4]) {
-  using Codes = CodeBlock<kBits>;
+  using Codes = CodeBlock<kBits, rows_are_nested(kBits, kBlocks)>;
   constexpr int kTiles = kDim / kFragmentDim;  // column tiles
   constexpr int kAtOnce = kTiles < Codes::kFragments ? kTiles : Codes::kFragments;
   constexpr int kRowTilesOfBlock = Codes::kFragments / kAtOnce;
@@ -251,6 +285,7 @@ __device__ __forceinline__ void score_tiles(const uint8_t* codes,
       }
     }
   }
+  part_rows<kBits>(scores);
 }
 
 /// P' as B operands of the second product: [block][tile][token].
@@ -264,8 +299,7 @@ struct ProbabilityOperand {
 template <bool kFiniteOnly, int kBlocks, int kRowTiles>
 __device__ __forceinline__ void start_sums(const uint8_t* zero_points,
                                            const ProbabilityOperand<kRowTiles, kBlocks>& p,
-                                           const CodeBits& code, int lane,
-                                           float (&start)[kBlocks][4]) {
+                                           int bits, int lane, float (&start)[kBlocks][4]) {
   float sums[kBlocks][2][4] = {};
 #pragma unroll
   for (int first = 0; first < kRowTiles; first += kHalfTiles) {
@@ -292,7 +326,7 @@ __device__ __forceinline__ void start_sums(const uint8_t* zero_points,
       }
     }
   }
-  start_of(sums, code, start);
+  start_of(sums, bits, start);
 }
 
 /// sums: as SoftmaxState::out, of the row tiles (16 channels) from `first` on, a multiple of 4;
@@ -302,7 +336,7 @@ __device__ __forceinline__ void sum_tiles(const uint8_t* codes, int first,
                                           const ProbabilityOperand<kRowTiles, kBlocks>& p,
                                           const float (&start)[kBlocks][4], int lane,
                                           float (&sums)[kBlocks][kSumTiles][4]) {
-  using Codes = CodeBlock<kBits>;
+  using Codes = CodeBlock<kBits, rows_are_nested(kBits, kBlocks)>;
   constexpr int kTiles = kDim / kFragmentDim;
 #pragma unroll
   for (int i = 0; i < kRowTiles * kTiles / Codes::kFragments; ++i) {
@@ -333,6 +367,7 @@ __device__ __forceinline__ void sum_tiles(const uint8_t* codes, int first,
       }
     }
   }
+  part_rows<kBits>(sums);
 }
 
 /// out += sums * channel scale. With kSkip not in the rows of `skip` (bit 2*block + parity), which
