@@ -94,7 +94,7 @@ def test_the_cases_of_the_design():
         (1, 8192), (1, 32768), (1, 131072), (8, 16384), (32, 8192), (64, 16384), (128, 4096),
         (256, 2048), (64, "1-32768"), (64, "8000-8300"), (64, "16000-16384"),
     ]  # fmt: skip
-    more = {(64, 16384, g) for g in (1, 7, 16)}
+    more = {(64, 16384, g) for g in (1, 7, 16)} | {(64, 3172, g) for g in (4, 8)}
     assert plain == {(b, n, g) for b, n in shapes for g in (4, 8)} | more
     assert {c["query_tokens"] for c in cases} >= {1, 2, 4, 8, 16}
     assert any("split_tokens" in c for c in cases) and any("staged_tiles" in c for c in cases)

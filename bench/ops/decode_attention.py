@@ -120,6 +120,7 @@ def _cuda_cases() -> list[Case]:
     ]  # fmt: skip
     return [
         *(_case(b, n, g) for b, n in shapes for g in (4, 8)),
+        *(_case(64, 3172, g) for g in (4, 8)),  # as many tokens as the ragged batch has
         *(_case(8, 16384, g, query_tokens=n) for g in (4, 8) for n in (2, 3, 4, 8, 16)),
         *(_case(64, 16384, g, query_tokens=n) for g, n in [(8, 2), (8, 4), (8, 8)]),
         *(_case(b, n, g) for b, n, g in [(64, 16384, 1), (64, 16384, 7), (64, 16384, 16)]),
