@@ -41,7 +41,7 @@ struct FeederRun {
     waiting = false;
     const int at = team * stages + stage;
     if (lane == index) {
-      shared.tile[at] = {next, -1, flags};
+      shared.tile[at] = {next, -1, flags | (left - 1) << kRunShift};
       device::barrier_arrive(&shared.told[at]);
       device::RingCopy::copy(rings + at * stage_bytes, record, bytes, &shared.full[at], 0);
     }

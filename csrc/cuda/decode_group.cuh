@@ -98,11 +98,19 @@ class GroupWorker {
     const Visible any = seen().any;
     return first_token < any.end && first_token + count > any.begin;
   }
-  /// Whether all rows see all of them, and nothing bends the scores.
-  __device__ __forceinline__ bool all_see(int first_token, int count) const {
+  /// Whether all rows see all of them, and nothing bends the scores or tells rows apart.
+  __device__ __forceinline__ bool is_plain(int first_token, int count) const {
     const Visible all = seen().all;
-    return first_token >= all.begin && first_token + count <= all.end && p_.logits_soft_cap == 0.f;
+    return first_token >= all.begin && first_token + count <= all.end && nothing_bends();
   }
+  /// Of `count` records behind one: how many, until one comes of which that is not true.
+  __device__ __forceinline__ int plain_behind(int first_token, int count) const {
+    const Visible all = seen().all;
+    if (count == 0 || first_token < all.begin || !nothing_bends()) return 0;
+    return max(min(count, (all.end - first_token) / kFormat.group - 1), 0);
+  }
+
+  __device__ __forceinline__ bool is_first_warp() const { return warp_ == 0; }
 
   /// Takes the query, in the basis that is set: as fp16 in the rotated one, in its own type in the
   /// original one. See TileWorker::take_query; but the largest element of all rows is brought to
@@ -225,19 +233,19 @@ class GroupWorker {
     sync();
   }
 
-  /// A record in shared memory. plain: all_see(). have_probabilities() is called when all warps are
-  /// about to multiply by the values.
+  /// A record in shared memory. plain: is_plain(). have_probabilities() is called when all warps
+  /// have used up the record before it.
   template <class HaveProbabilities>
   __device__ __forceinline__ void record(const uint8_t* at, int first_token, bool plain,
                                          const HaveProbabilities& have_probabilities) {
-    if (__builtin_expect(plain && memory_.is_even, 1)) {
+    if (__builtin_expect(plain, 1)) {
       record_as<true>(at, first_token, have_probabilities);
     } else {
       record_as<false>(at, first_token, have_probabilities);
     }
   }
 
-  /// 16 staged tokens in shared memory; plain: all_see().
+  /// 16 staged tokens in shared memory; plain: is_plain().
   template <bool kBFloat16>
   __device__ __forceinline__ void staged(const uint8_t* at, int first_token, bool plain) {
     using device::kStagedTokens;
@@ -420,6 +428,9 @@ class GroupWorker {
   }
 
   __device__ __forceinline__ const VisibleRange& seen() const { return memory_.seen[warp_]; }
+  __device__ __forceinline__ bool nothing_bends() const {
+    return p_.logits_soft_cap == 0.f && memory_.is_even;
+  }
 
   __device__ __forceinline__ float2 top_of(int b) const { return memory_.top[warp_][b][lane_ % 4]; }
 
@@ -475,8 +486,9 @@ class GroupWorker {
       values.load(at + layout.value_codes, at + layout.value_zero_point, chunk * kSteps, warp_,
                   lane_);
     };
-    // What a chunk is made of is asked for before the products of the chunk before it begin.
-    constexpr bool kAhead = kRowBlocks < 8;  // or there are no registers for it
+    // What a chunk is made of is asked for before the products of the chunk before it begin, and
+    // the first one of values made before the probabilities, if there are registers for it.
+    constexpr bool kValuesAhead = kRowBlocks < 8;
     load_keys(0);
     const device::Normalizer key_norm = device::normalizer(device::largest_half(
         at + layout.key_channel_scale, kDim, lane_, [](int, uint32_t pair) { return pair; }));
@@ -486,10 +498,9 @@ class GroupWorker {
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       if (c > 1) device::wgmma_wait<1>();
-      if (!kAhead && c > 0) load_keys(c);
       keys.make(key_norm.half2, a[c % 2]);
-      if (kAhead && c + 1 < kChunks) load_keys(c + 1);
-      if (kAhead && c + 1 == kChunks) load_values(0);
+      if (c + 1 < kChunks) load_keys(c + 1);
+      if (kValuesAhead && c + 1 == kChunks) load_values(0);
       device::group_multiply<kRowBlocks>(query, c * kSteps, a[c % 2], scores);
     }
     const int token = lane_ / 4 * 8 + 2 * warp_;  // first of its two of 64
@@ -512,7 +523,7 @@ class GroupWorker {
     float weight[device::kGroupTiles][2];
     load_pairs(at + layout.value_token_scale + 2 * token, 2 * device::kHalfTokens,
                token_norm.factor, weight);
-    if (kAhead) {
+    if (kValuesAhead) {
       device::wgmma_wait<1>();
       values.template make<!kPlain>(a[0]);
       load_values(1);
@@ -534,18 +545,23 @@ class GroupWorker {
         for (int i = 0; i < 2; ++i) weight[m][i] += zero[m][i] - zero[m][i];
       }
     }
-    probabilities<kPlain>(scores, to_logit, weight);
+    float sum[kRowBlocks][2];
+    probabilities<kPlain>(scores, to_logit, weight, sum);
     const uint64_t operands = device::operand_descriptor<kRowBlocks>(memory_.probability[buffer_]);
-    have_probabilities();
     Operand sums;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       if (c > 1) device::wgmma_wait<1>();
-      if (!kAhead) load_values(c);
-      if (!kAhead || c > 0) values.template make<!kPlain>(a[c % 2]);
-      if (kAhead && c > 0 && c + 1 < kChunks) load_values(c + 1);
+      if (c == 0 && !kValuesAhead) load_values(0);
+      if (c > 0 || !kValuesAhead) values.template make<!kPlain>(a[c % 2]);
+      if ((c > 0 || !kValuesAhead) && c + 1 < kChunks) load_values(c + 1);
       device::group_multiply<kRowBlocks>(operands, c * kSteps, a[c % 2], sums);
     }
+#pragma unroll
+    for (int b = 0; b < kRowBlocks; ++b) add(own_sum(b), sum[b]);
+    // All have used up the record before this one. Not sooner: the products of all four warps wait
+    // for the one that has more to do.
+    have_probabilities();
     float scale[device::kGroupTiles][2];
     load_pairs(at + layout.value_channel_scale + 2 * first_channel(), 4,
                token_norm.inverse * device::kGroupUnit, scale);
@@ -607,14 +623,15 @@ class GroupWorker {
     }
   }
 
-  /// P' of a record. Whether a row's logits have outgrown its reference shows in the sums: if any
-  /// have, it is made once more, of logits that are rounded as the references are (those of 2^27
-  /// and more differ by more than kGrowth from products that are not).
+  /// P' of a record, and the sums of the lane's probabilities. Whether a row's logits have outgrown
+  /// its reference shows in the sums: if any have, it is made once more, of logits that are rounded
+  /// as the references are (those of 2^27 and more differ by more than kGrowth from products that
+  /// are not).
   template <bool kPlain>
   __device__ __forceinline__ void probabilities(Operand& scores,
                                                 float (&to_logit)[device::kGroupTiles][2],
-                                                const float (&weight)[device::kGroupTiles][2]) {
-    float sum[kRowBlocks][2];
+                                                const float (&weight)[device::kGroupTiles][2],
+                                                float (&sum)[kRowBlocks][2]) {
     for (bool again = false;; again = true) {
       bool grows = false;
       float2 top[kRowBlocks];
@@ -667,8 +684,6 @@ class GroupWorker {
       }
       raise_tops(scores);
     }
-#pragma unroll
-    for (int b = 0; b < kRowBlocks; ++b) add(own_sum(b), sum[b]);
   }
 
   /// By the logits of a record.

@@ -2,8 +2,9 @@
 //
 // Roofline. The rows share the bytes of a record, 800 clocks of an SM (decode_kernel.cuh), but the
 // products grow with them: of 128 x 128 x 32 twice, 576 clocks of an SM's tensor cores as measured
-// for wgmma. What bounds it is instructions: some 900 of each of four warps a record and 32 rows.
-// Measured on an H200, 64 x 16384, 8 KV heads: 516 us with 32 rows, 832 with 64; 221 with 8.
+// for wgmma. What bounds it is instructions, some 900 of each of four warps a record and 32 rows,
+// and the latencies that two or three warps a scheduler leave between them. Measured on an H200,
+// 64 x 16384, 8 KV heads: 479 us with 32 rows, 767 with 64; 221 with 8.
 //
 // As decode_kernel.cuh, but a team is a warpgroup whose warps work on the same rows
 // (decode_group.cuh): a record is dequantized once for up to 64 of them. The state of a row lies in
@@ -96,52 +97,63 @@ __global__ void __launch_bounds__(group_teams(kRowBlocks) * device::kGroupThread
       feeder.fill();
       feeder.park(memory.feeder);
     }
-    FeederRun run{};  // of the first warp
-    int turn = 0;     // stage, and stages more on every second lap
+    FeederRun run{};     // of the first warp
+    int turn = 0;        // stage, and stages more on every second lap
+    int plain_left = 0;  // records to come at which nobody has to look
 #pragma unroll 1
     for (;;) {
       const unsigned parity = turn >= plan.stages ? 1 : 0;
       const int stage = turn - (parity ? plan.stages : 0);
       const int at = team * plan.stages + stage;
-      device::barrier_wait(&shared.told[at], parity);
-      __syncwarp();
-      const int flags = uniform(shared.tile[at].flags);
-      const int token = uniform(shared.tile[at].token);
-      const bool is_record = token < 0;
-      StagePiece& piece = shared.current[own_warp()];
       const auto place = [&] {
+        const StagePiece& piece = shared.current[own_warp()];
         return RowPlace(p, plan, piece.seq, piece.head, piece.row_block, 0, 0);
       };
-      if (flags & kFirstTile) {
-        if (lane == 0) piece = shared.piece[at];
+      int flags = 0;
+      int first_token = 0;  // of plain records nobody asks for it
+      bool is_record = true;
+      bool seen = true;
+      bool plain = true;
+      if (plain_left > 0) {
+        --plain_left;
+      } else {
+        device::barrier_wait(&shared.told[at], parity);
         __syncwarp();
-        worker.open(place());
+        flags = uniform(shared.tile[at].flags);
+        const int token = uniform(shared.tile[at].token);
+        is_record = token < 0;
+        if (flags & kFirstTile) {
+          StagePiece& piece = shared.current[own_warp()];
+          if (lane == 0) piece = shared.piece[at];
+          __syncwarp();
+          worker.open(place());
+        }
+        if ((flags & kFirstTile) || worker.rotated != is_record) {
+          if (!(flags & kFirstTile)) worker.rotate();
+          worker.rotated = is_record;
+          worker.take_query(place());
+        }
+        first_token = (shared.tile[at].tile << plan.group_shift) + max(token, 0);
+        const int tokens = is_record ? Worker::kFormat.group : device::kStagedTokens;
+        seen = !(flags & kNoTile) && worker.sees(first_token, tokens);
+        plain = worker.is_plain(first_token, tokens);
+        if (is_record && seen) plain_left = worker.plain_behind(first_token, flags >> kRunShift);
       }
-      if ((flags & kFirstTile) || worker.rotated != is_record) {
-        if (!(flags & kFirstTile)) worker.rotate();
-        worker.rotated = is_record;
-        worker.take_query(place());
-      }
-      const int first_token = (shared.tile[at].tile << plan.group_shift) + max(token, 0);
-      const int tokens = is_record ? Worker::kFormat.group : device::kStagedTokens;
-      const bool seen = !(flags & kNoTile) && worker.sees(first_token, tokens);
       device::barrier_wait(&shared.full[at], parity);
       const uint8_t* const data = rings + at * kStageBytes;
       if (seen) {
-        const bool all_see = worker.all_see(first_token, tokens);
         if (is_record) {
-          // All have used up the tile before this one, when they have the probabilities.
-          worker.record(data, first_token, all_see, [&] {
+          worker.record(data, first_token, plain, [&] {
             if (run.left > 0) run.replace(shared, rings, kStageBytes, team, plan.stages, lane);
           });
         } else if (p.kv.staging.dtype == DType::kFloat16) {
-          worker.template staged<false>(data, first_token, all_see);
+          worker.template staged<false>(data, first_token, plain);
         } else {
-          worker.template staged<true>(data, first_token, all_see);
+          worker.template staged<true>(data, first_token, plain);
         }
       }
       device::barrier_arrive(&shared.empty[at]);
-      if (is_first() && !run.use_up()) {
+      if (worker.is_first_warp() && !run.use_up()) {
         Feeder<false> feeder = make_feeder();
         feeder.unpark(memory.feeder);
         feeder.end_run(run);

@@ -27,6 +27,8 @@ enum StageFlags : int {
   kPartOfTile = 128,  ///< what it looked at are staged tokens, and others of the tile follow
   kPending = 256,     ///< their values have not been asked for
 };
+/// From this bit on: so many tiles behind it are records of the same piece, none of them its last.
+inline constexpr int kRunShift = 16;
 
 /// Whose tile it is.
 struct alignas(16) StagePiece {
