@@ -514,13 +514,18 @@ def test_fault10_70000_sequences() -> None:
     assert_near((out, lse), (exact[index % period], exact_lse[index % period]), 1e-3)
 
 
-@pytest.mark.parametrize("split", [None, 4096])
-def test_fault11_a_million_tokens(split: int | None) -> None:
-    # The table repeats four blocks, so every token counts 2^11 times.
+@pytest.mark.parametrize(
+    ("length", "q_heads", "split"),
+    [(2**20, 2, None), (2**20, 2, 4096), (2**22, 8, None), (2**22, 16, None), (2**22, 32, None),
+     (2**22, 64, None), (2**22, 100, None)],
+)  # fmt: skip
+def test_fault11_millions_of_tokens(length: int, q_heads: int, split: int | None) -> None:
+    # The table repeats four blocks, so every token counts thousands of times. A warp works through
+    # dozens of records, one like the other.
     cache = ops.quantize_tiles(torch.randn(4, 128, 1, 128), torch.randn(4, 128, 1, 128), K4V2)
-    length, period = 2**20, 512
+    period = 512
     table = torch.arange(4, dtype=torch.int32).repeat(length // period)[None]
-    q = torch.randn(1, 2, 128).half()
+    q = torch.randn(1, q_heads, 128).half()
     out, lse = ops.decode_attention(
         q.to(DEVICE), cache.to(DEVICE), table.to(DEVICE), torch.tensor([length]).to(DEVICE), K4V2,
         split_tokens=split, return_lse=True,
@@ -608,8 +613,9 @@ def several() -> Case:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [-1, 0, 1, 100, 128, 200, 1000])
 @pytest.mark.parametrize("q_heads", [2, 6, 14])
-def test_window(several: Case, causal: bool, window: int, q_heads: int) -> None:
-    check(several, q_heads, [40, 3, 1, 2, 1], causal=causal, window_left=window)
+@pytest.mark.parametrize("queries", [40, 8])  # in all row blocks of 16 rows and more; 16 at once
+def test_window(several: Case, causal: bool, window: int, q_heads: int, queries: int) -> None:
+    check(several, q_heads, [queries, 3, 1, 2, 1], causal=causal, window_left=window)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -626,17 +632,20 @@ def test_fault10_a_window_beyond_the_context_is_none(window: int, causal: bool) 
 @pytest.mark.parametrize("cap", [0.0, 0.5, 30.0])
 @pytest.mark.parametrize("window", [-1, 150])
 @pytest.mark.parametrize("sinks", [None, torch.float32, torch.float16])
-@pytest.mark.parametrize(("split", "q_heads"), [(None, 4), (None, 6), (None, 16), (128, 6)])
+@pytest.mark.parametrize(
+    ("split", "q_heads", "queries"),
+    [(None, 4, 20), (None, 6, 20), (None, 16, 20), (None, 6, 8), (None, 10, 5), (128, 6, 20)],
+)
 def test_options_together(
     several: Case, cap: float, window: int, sinks: torch.dtype | None, split: int | None,
-    q_heads: int,
+    q_heads: int, queries: int,
 ) -> None:  # fmt: skip
     options: dict[str, Any] = {"logits_soft_cap": cap, "window_left": window, "sm_scale": 0.2}
     if sinks is not None:
         options["sinks"] = torch.randn(q_heads).to(sinks)
     if split is not None:
         options["split_tokens"] = split
-    check(several, q_heads, [20, 3, 1, 2, 1], **options)
+    check(several, q_heads, [queries, 3, 1, 2, 1], **options)
 
 
 def test_fault26_every_option_acts() -> None:
