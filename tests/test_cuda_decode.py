@@ -131,7 +131,7 @@ def test_twice_the_error_of_16_bit_attention(
 
 @pytest.mark.parametrize("staging", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("query", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("count", [3, 12, 30])
+@pytest.mark.parametrize("count", [3, 7, 12, 30])
 def test_staging_and_queries_of_any_two_dtypes(
     count: int, query: torch.dtype, staging: torch.dtype
 ) -> None:
@@ -234,6 +234,12 @@ def test_fault04_logits_whose_roundings_are_large(
     torch.testing.assert_close(lse.cpu().double(), exact_lse.repeat(seqs, 1), rtol=2e-3, atol=0)
     same = (out.cpu().double() - exact.repeat(seqs, 1, 1)).abs().amax(-1) < 0.02
     assert same.double().mean() > 0.8
+    if split_tokens is not None and queries == 1:  # another kernel, or none of its own
+        again = ops.decode_attention(
+            q.repeat(seqs, 1, 1).to(DEVICE), **on_device(args), split_tokens=split_tokens,
+            cu_query_lens=offsets([1] * seqs).to(DEVICE),
+        )  # fmt: skip
+        assert torch.equal(again, out)
 
 
 def test_fault03_nan_reaches_only_those_who_see_it() -> None:
@@ -416,17 +422,24 @@ def test_batches_that_fill_the_device(fmt: Format, first_staged: bool, dtype: to
         assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
 
 
-@pytest.mark.parametrize("fmt", MORE_WARPS, ids=lambda f: f"{f}-{f.head_dim}")
-def test_long_sequences_that_fill_the_device(fmt: Format) -> None:
-    # A warp has more tiles of a sequence than it looks up at once. All sequences have the same.
-    count, length = 420, 17_000
+@pytest.mark.parametrize(
+    ("fmt", "heads"),
+    [(fmt, 4) for fmt in MORE_WARPS] + [(K4V2, heads) for heads in (8, 12, 16, 32, 64)],
+    ids=str,
+)
+def test_long_sequences_that_fill_the_device(fmt: Format, heads: int) -> None:
+    # A warp has more tiles of a sequence than it looks up at once. All sequences have the same, and
+    # every twentieth the same query.
+    count, distinct, length = 420, 20, 17_000
     case = Case(fmt, [length], dtype=torch.float16)
-    q = torch.randn(count, 4, fmt.head_dim).half()
+    some = torch.randn(distinct, heads, fmt.head_dim).half()
+    q = some.repeat(count // distinct, 1, 1)
     paged = on_device(case.paged)
     paged["block_table"] = paged["block_table"].repeat(count, 1)
     paged["seq_lens"] = paged["seq_lens"].repeat(count)
     result = ops.decode_attention(q.to(DEVICE), **paged, return_lse=True)
-    exact = expected(case, q, [count], causal=False)
+    exact = expected(case, some, [distinct], causal=False)
+    exact = (exact[0].repeat(count // distinct, 1, 1), exact[1].repeat(count // distinct, 1))
     assert_near(result, exact, torch.finfo(torch.float16).eps)
 
 
@@ -569,6 +582,15 @@ def test_fault12_views(q_heads: int) -> None:
         else:
             assert torch.equal(out, plain[0]) and torch.equal(lse, plain[1])
         assert (fused_out[:, 0] == 7).all()
+        odd = torch.empty(q.numel() + 1, dtype=q.dtype, device=DEVICE)[1:].view(q.shape)
+        odd.copy_(q)
+        odd_out = torch.empty(q.numel() + 1, dtype=q.dtype, device=DEVICE)[1:].view(q.shape)
+        ops.decode_attention(
+            odd, cache, table, lens, fmt, staging=staging,
+            block_slot=case.block_slot.to(DEVICE).long(),
+            cu_query_lens=offsets(queries).to(DEVICE), out=odd_out,
+        )  # fmt: skip
+        assert torch.equal(odd_out, out)
 
 
 @pytest.mark.parametrize("chunk", [1, 64, 127, 128, 129, 512])

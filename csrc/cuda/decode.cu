@@ -389,7 +389,9 @@ Status decode_attention(const DecodeParams& p) {
   const int room = device.shared_of_block - kDecodeStaticBytes;
   const int warps = decode_warps(f, usual, one_record);
   // The two stages of a ring of one record share its bytes. Kernels of usual steps have two.
-  plan.teams = std::min(warps / plan.row_parts, room / ((one_record ? 1 : 2) * plan.stage_bytes));
+  const int team_bytes =
+      (one_record ? 1 : 2) * plan.stage_bytes + (two_blocks ? kTwoBlocksBytes : 0);
+  plan.teams = std::min(warps / plan.row_parts, room / team_bytes);
   if (plan.teams < 1) {
     return Status::unsupported("this device has too little shared memory for two records of " +
                                std::to_string(plan.stage_bytes) + " bytes");

@@ -4,7 +4,7 @@
 // products grow with them: of 128 x 128 x 32 twice, 576 clocks of an SM's tensor cores as measured
 // for wgmma. What bounds it is instructions, some 900 of each of four warps a record and 32 rows,
 // and the latencies that two or three warps a scheduler leave between them. Measured on an H200,
-// 64 x 16384, 8 KV heads: 479 us with 32 rows, 767 with 64; 221 with 8.
+// 64 x 16384, 8 KV heads: 485 us with 32 rows, 774 with 64; 218 with 8.
 //
 // As decode_kernel.cuh, but a team is a warpgroup whose warps work on the same rows
 // (decode_group.cuh): a record is dequantized once for up to 64 of them. The state of a row lies in

@@ -3,7 +3,7 @@
 // Roofline. Records are read once: 13.8 KB for k4v2, D = G = 128, in 800 clocks of an SM at the
 // memory bandwidth of an H200, in which its four schedulers issue 3200 instructions: three for each
 // of the 1024 codes of a lane. attention_records.cuh has the arithmetic that needs only about one.
-// Measured there: 218 us for 64 x 16384, 8 KV heads of 4 query heads, a plain read takes 207.
+// Measured there: 218 us for 64 x 16384, 8 KV heads of 4 query heads, a plain read takes 199.
 //
 // A *team* of warps works through its share of all units (decode_plan.cuh), tile after tile; with
 // more query rows than one warp holds, the warps of a team share the bytes and divide the rows.
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
   using Piece = RowPiece<kDim, kBlocks>;
   constexpr bool kParks = TileWorker<F, kBlocks>::kHasMemory;
   if (F::kOneRecord && !kCopiesAreSmall) {
-    __trap();  // nobody launches it there, see wants_one_record()
+    __trap();  // nobody launches it there, see is_compiled_for_sm_90()
     return;
   }
   extern __shared__ __align__(128) uint8_t rings[];

@@ -17,7 +17,8 @@ __device__ __forceinline__ int token_of(int tile, int lane) {
 }
 
 /// Logits beyond it are rounded as the references are before these are subtracted: products that
-/// are not rounded differ from those by up to 2^-24 of them, which would be a power of 2.
+/// are not rounded differ from those by up to 2^-24 of them, so that from 2^24 on probabilities
+/// could be beyond fp16.
 inline constexpr float kLargeLogit = 1 << 22;
 
 /// Scores [block][j][2*i + parity] of the tokens i of tiles j -> probabilities relative to
@@ -95,8 +96,9 @@ __device__ __forceinline__ void probabilities(const WarpRows<kBlocks>& rows,
         if (fabsf(m) > kLargeLogit) {
 #pragma unroll
           for (int j = 0; j < kRowTiles; ++j) {
-            scores[b][j][i] *= scale[b][i];
-            scores[b][j][2 + i] *= scale[b][i];
+            // Not to be fused with what comes next.
+            scores[b][j][i] = __fmul_rn(scores[b][j][i], scale[b][i]);
+            scores[b][j][2 + i] = __fmul_rn(scores[b][j][2 + i], scale[b][i]);
           }
           scale[b][i] = 1.f;
         }
@@ -341,7 +343,7 @@ struct TileWorker {
                                         float (&start)[kBlocks][4]) {
     const RecordLayout layout = F::layout(plan);
     const Format format = F::format(p);
-    constexpr int kHalves = kRowTiles / device::kHalfTiles;
+    constexpr int kCount = kRowTiles / device::kHalfTiles;
     probabilities<kPlain>(rows, visible, unit, p.logits_soft_cap, first_token + token, lane, scores,
                           state);
     if (token == 0) {
@@ -361,15 +363,15 @@ struct TileWorker {
             return bits;
           }));
     }
-    float weight[kHalves][8];
+    float weight[kCount][8];
     load_token_scales(at + layout.value_token_scale + 2 * token, weight);
     if constexpr (!kPlain) {
       // A zero point that is not finite must not meet the 0 of a row that does not see it: such
       // tokens make their rows NaN through the weight alone.
-      float zero[kHalves][8];
+      float zero[kCount][8];
       load_token_scales(at + layout.value_zero_point + 2 * token, zero);
 #pragma unroll
-      for (int i = 0; i < kHalves; ++i) {
+      for (int i = 0; i < kCount; ++i) {
 #pragma unroll
         for (int k = 0; k < 8; ++k) weight[i][k] += zero[i][k] - zero[i][k];
       }

@@ -570,7 +570,24 @@ int main() {
     c.staged = 7;
     c.lengths.assign(420, 0);
     for (size_t i = 0; i < 420; ++i) c.lengths[i] = static_cast<int>(i * 631 % 4200);
-    if (check(c, make_pool(c, 12))) return 1;
+    {
+      const Pool pool = make_pool(c, 12);
+      for (const int window : {-1, 1500}) {
+        c.window = window;
+        for (const int heads : {1, 12, 32, 64}) {
+          c.heads_per_kv = heads;
+          if (check(c, pool)) return 1;
+        }
+        c.queries.assign(420, 7);  // causal ends in the last tiles of runs
+        for (const int heads : {2, 5}) {
+          c.heads_per_kv = heads;
+          if (check(c, pool)) return 1;
+        }
+        c.queries.clear();
+      }
+      c.window = -1;
+      c.heads_per_kv = 1;
+    }
     c.format.head_dim = 256;
     c.lengths.assign(14, 50000);
     if (check(c, make_pool(c, 12))) return 1;
