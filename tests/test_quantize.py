@@ -85,9 +85,14 @@ def test_few_codes_differ_over_many_tiles(bits: tuple[int, int], fit: str, itera
     got = by_ops(key, value, fmt, fit, iterations)
     assert differing(got.canonical.key_codes, want.key_codes) < 3e-4
     assert differing(got.canonical.value_codes, want.value_codes) < 3e-4
+    # A tile whose fit meets a tie (the reference in float32 meets the same ones) may differ as a
+    # single tile may; all others have the same numbers. Which tiles meet one is a matter of the
+    # last bits of the input, so of the CPU that torch runs on.
     exact = reference.dequantize(want, fmt)
-    assert relative_error(got.key, exact[0]) < 5e-3
-    assert relative_error(got.value, exact[1]) < 5e-3
+    for approx, tiles in ((got.key, exact[0]), (got.value, exact[1])):
+        errors = [relative_error(approx[i], tiles[i]) for i in range(len(tiles))]
+        assert max(errors) < 0.05
+        assert sorted(errors)[-3] < 1e-3
 
 
 @pytest.mark.parametrize("fit", FITS)
