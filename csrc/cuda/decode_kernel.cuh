@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarpLanes, 1)
     divide<F::kWarps>(p, plan, chunk, shared.scan, shared.division);
   }
   TileWorker<F, kBlocks> worker{p, plan, lane};
-  if constexpr (TileWorker<F, kBlocks>::kHasMemory) {
+  if constexpr (kParks) {
     using Memory = typename TileWorker<F, kBlocks>::Memory;
     worker.memory = reinterpret_cast<Memory*>(rings + plan.teams * ring_bytes) + own_warp();
   }

@@ -92,7 +92,7 @@ struct CodeBits {
 };
 
 /// Whether registers of rows 8 to 15 hold the codes of rows 0 to 7 too. (With two blocks of rows
-/// there are twice as many sums to take apart: slower.)
+/// there are twice as many sums to take apart: no faster.)
 constexpr KVARN_HD bool rows_are_nested(int bits, int blocks) { return bits == 4 && blocks == 1; }
 
 /// A power of two and its inverse, such that the scales of a tile times it are below 2^7.
